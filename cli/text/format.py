@@ -9,7 +9,6 @@ from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import UserError
 from mycli.runtime.quantization.activations import MAX_ADDED_KL, MAX_MOVED_KL, ActivationKl
-from mycli.runtime.quantization.head import HeadKl
 from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.stats import Timing
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.models.config import ModelConfig
+    from mycli.runtime.quantization.head import HeadKl
     from mycli.runtime.quantization.scheme import Packing
 
 SCHEMA_VERSION = 1  # of every JSON answer; raised when the meaning of a field changes
@@ -101,7 +101,7 @@ def head_format(config: "ModelConfig", packings: "Mapping[str, Packing]") -> str
     return packing.name if packing is not None else config.dtype
 
 
-def head_rows(measured: HeadKl | None) -> list[tuple[str, str]]:
+def head_rows(measured: "HeadKl | None") -> list[tuple[str, str]]:
     """Return the row on the choice of the output head; none if it was not measured."""
     if measured is None:
         return []

@@ -14,7 +14,7 @@ from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.memory.layer import head_widths, hidden_width
+from mycli.runtime.memory.workspace import head_widths, hidden_width
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec

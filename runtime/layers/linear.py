@@ -15,7 +15,6 @@ from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
-from mycli.runtime.kernels.fp8 import Fp8Weight
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import ExpertWeights, Route
@@ -33,6 +32,14 @@ PACKED_ROWS = 64  # up to this many rows packed products are faster than a dense
 
 def dense_matmul(weight: Tensor) -> DenseMatmul:
     return DenseMatmul(weight, DENSE_PRODUCT)
+
+
+def _prompt_copy(weight: Tensor, kind: PromptCopy, dtype: torch.dtype) -> Matmul:
+    if kind == "16bit":
+        return DenseMatmul(weight.to(dtype))
+    from mycli.runtime.kernels.fp8 import Fp8Weight  # an option of some GPUs
+
+    return Fp8Weight(weight)
 
 
 def _read_dense(
@@ -131,8 +138,7 @@ class Linear(nn.Module):
         dense = any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls)  # it would hold dense parts twice
         if dense or not has_prompt_copy(kind, self.out_features, self.in_features):
             return False
-        weight = self.weight()
-        self.prompt_copy = Fp8Weight(weight) if kind == "fp8" else DenseMatmul(weight.to(dtype))
+        self.prompt_copy = _prompt_copy(self.weight(), kind, dtype)
         return True
 
     def forward(self, x: Tensor) -> Tensor:

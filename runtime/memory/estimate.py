@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from mycli.runtime.memory.attention import dense_cache_bytes, mask_bytes
-from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
 from mycli.runtime.memory.weights import (
     embedding_bytes,
@@ -17,6 +15,7 @@ from mycli.runtime.memory.weights import (
     prompt_copy_bytes,
     weight_bytes,
 )
+from mycli.runtime.memory.workspace import dense_cache_bytes, mask_bytes, pass_values
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec

@@ -26,8 +26,8 @@ from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lo
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
-from mycli.runtime.memory.attention import MAX_PROMPT_HEAD
 from mycli.runtime.memory.graphs import DRAFT_ROWS
+from mycli.runtime.memory.workspace import MAX_PROMPT_HEAD
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 # Rows of the MMA are the new tokens of one query head, columns are keys. A turn of the loop reads keys of one cache

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.memory.attention import dense_cache_bytes, mask_bytes
 from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
     CPU_KEPT,
@@ -19,9 +18,9 @@ from mycli.runtime.memory.estimate import (
     longest_context,
 )
 from mycli.runtime.memory.fit import PackingScheme
-from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
+from mycli.runtime.memory.workspace import dense_cache_bytes, mask_bytes, pass_values
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeScaling
