@@ -389,12 +389,10 @@ class Engine:
             self._finish(sequence, reason)
         return output
 
-    def _finish_all(
-        self, sequence: RequestSequence, reason: FinishReason, error: UserError | None = None
-    ) -> list[SequenceOutput]:
+    def _finish_all(self, sequence: RequestSequence, reason: FinishReason) -> list[SequenceOutput]:
         """Remove a sequence and all other beams of its search; return the outputs of those that are replies."""
         group = self._states[sequence.id].beams
-        return [self._finish(sequence, reason, error)] if group is None else group.end(self._finish, reason, error)
+        return [self._finish(sequence, reason)] if group is None else group.end(self._finish, reason)
 
     def _commit_states(self, part: ScheduledSequence, count: int) -> None:
         if part.sequence.table.state is not None:
