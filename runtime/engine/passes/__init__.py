@@ -5,6 +5,7 @@ A further way is one file here and one entry in `COMPILERS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput
 from mycli.runtime.engine.passes.plain import compile_plain_pass
@@ -46,14 +47,16 @@ class Compiler:
     fallback: used only if no pass before it was compiled: its pass takes the same work, slower.
     """
 
-    device: str
+    device: Literal["cpu", "cuda"]
     load: Callable[[], CompilePass]
     fallback: bool = False
 
     def compile(self, model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
-        if model.device.type != self.device:
-            return Declined(f"not-on-{self.device}", {"device": str(model.device)})
-        return self.load()(model, kv, report)
+        if model.device.type == self.device:
+            return self.load()(model, kv, report)
+        if self.device == "cpu":
+            return Declined("not-on-cpu", {"device": str(model.device)})
+        return Declined("not-on-cuda", {"device": str(model.device)})
 
 
 def _cuda() -> CompilePass:
