@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.output_moments import LayerMoments, output_moments
-from mycli.quant.calibration.sampler import Calibration, calibrate
+from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import STREAM_BYTES
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.output import model_card
@@ -28,11 +28,7 @@ from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
 from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
-from mycli.quant.planning.plan import (
-    QuantizationPlan,
-    check_resources,
-    plan_low_copy,
-)
+from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import Original, QualityReport, choose_head, measure_result
 from mycli.quant.recipe import Recipe
@@ -72,7 +68,7 @@ class SharedWork:
     def calibration(self, work: QuantizationPlan) -> Calibration:
         key = self._text(work)
         if key not in self._calibrations:
-            self._calibrations[key] = _calibration(work)
+            self._calibrations[key] = work.calibration(work.recipe.samples, work.recipe.seed)
         return self._calibrations[key]
 
     def moments(self, work: QuantizationPlan, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments]:
@@ -149,7 +145,7 @@ def copy_shares(
     """Write a temporary copy of one low width to `target`; return what each product's rounding adds to the loss."""
     quantize(copy, target, placement, progress=progress, balances=balances)
     trim_heap(mmap_threshold=4 << 20)
-    windows = _calibration(copy).windows
+    windows = copy.calibration(copy.recipe.samples, copy.recipe.seed).windows
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
     folders = (copy.folder, open_model_folder(target))
     original, rounded = (StreamedModel(folder, placement, at_once) for folder in folders)
@@ -268,7 +264,7 @@ def quantize(
         writer.finish()
         if finished is not None:
             finished.clear()
-    notes = (*_source_notes(work, calibration), *result_notes(layers, tuning, measured))
+    notes = (*source_notes(work, calibration, "copied unquantized"), *result_notes(layers, tuning, measured))
     return Outcome(target, work.size, layers, measured, notes)
 
 
@@ -328,11 +324,6 @@ def default_work_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.work")
 
 
-def _calibration(work: QuantizationPlan) -> Calibration:
-    recipe, tokenizer = work.recipe, work.folder.tokenizer()
-    return calibrate(work.text, tokenizer, work.config.vocab_size, recipe.samples, work.seq, recipe.seed)
-
-
 def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     config, packings = folder.config, output.packings
     inner = (linear for spec in config.layer_specs for linear in spec.unquantized)
@@ -344,11 +335,12 @@ def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> Iterator[str]:
+def source_notes(work: Plan, calibration: Calibration | None, mtp_head: str) -> Iterator[str]:
+    """Yield notes about a packed source, too little calibration text, and what becomes of an MTP head."""
     if work.stored is not None:
         yield f"the source is already quantized ({work.stored}); its losses remain"
     if work.folder.mtp_head is not None:
-        yield "the MTP head (mtp.*) is copied unquantized"
+        yield f"the MTP head (mtp.*) is {mtp_head}"
     widest = max(work.config.hidden_size, work.config.intermediate_size)
     if calibration is not None and calibration.tokens < widest:
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"

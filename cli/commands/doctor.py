@@ -84,6 +84,19 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
     return [("CPU kernel", f"native, {library.isa}: {why}; {origin}")]
 
 
+def _bandwidth_text(now: float, best: float, sheet: float | None) -> str:
+    share = f", {now / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
+    earlier = f"; {best:.1f} at best, which estimate uses" if best > now else ""
+    return f"{now:.1f} GB/s now{share}{earlier}"
+
+
+def _show_kernels(call: Call, kernels: Sequence[dict[str, Any]]) -> None:
+    shown = [kernel for kernel in kernels if call.out.verbose or kernel["error"] is not None]
+    call.out.table(shown, _KERNEL_COLUMNS)
+    if declined := len(kernels) - len(shown):
+        call.out.note(f"({pluralize(declined, 'kernel')} that decline a packing are listed with -v)")
+
+
 def _warm_text(passes: int) -> str:
     return f"kernels of {passes} passes compiled and kept" if passes else "nothing to compile on this device"
 
@@ -213,21 +226,15 @@ def doctor(
         answer["warm_passes"] = warmed
     answer["activation_bits"] = None if rounding is None else rounding.bits
     if not call.out.answered(answer):
-        sheet = datasheet(name)
-        share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
-        earlier = f"; {best:.1f} at best, which estimate uses" if best > bandwidth else ""
         rows = [
             ("runs on", f"{placement.device}, {placement.dtype}"),
             *_path(placement),
             *([] if rounding is None else [("activations", activation_text(rounding))]),
             *([("warm-up", _warm_text(warmed))] if warm else []),
-            ("bandwidth", f"{bandwidth:.1f} GB/s now{share}{earlier}"),
+            ("bandwidth", _bandwidth_text(bandwidth, best, datasheet(name))),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
-        shown = [kernel for kernel in answer["kernels"] if call.out.verbose or kernel["error"] is not None]
-        call.out.table(shown, _KERNEL_COLUMNS)
-        if declined := len(answer["kernels"]) - len(shown):
-            call.out.note(f"({pluralize(declined, 'kernel')} that decline a packing are listed with -v)")
+        _show_kernels(call, answer["kernels"])
         call.out.table([vars(row) for row in pass_rows(choices, call.out.verbose)], _PASS_COLUMNS)
     if disturbance := contention.note():
         call.out.note(f"({disturbance}; the measured bandwidth may be too low)")

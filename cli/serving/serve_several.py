@@ -47,7 +47,7 @@ def serve_several(
             created = int(time.time())
             models = [replace(model, created=created) for model in models]
             settings = replace(settings, names=tuple(name for model in models for name in model.names))
-            environment = child_environment(without=(KEY_VARIABLE, f"MYCLI_SERVE_{KEY_VARIABLE}"))
+            environment = child_environment((KEY_VARIABLE, f"MYCLI_SERVE_{KEY_VARIABLE}"))
 
             async def start(model: RoutedModel) -> ModelProcess:
                 return await ModelProcess.start(model, environment, call.out.log)

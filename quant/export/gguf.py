@@ -17,10 +17,10 @@ from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._weights import Weights, exact_values, squared_error
 from mycli.quant.ggml.file import GgufLayout, gguf_path, gguf_place, most_common_kind
 from mycli.quant.progress import ReportProgress
-from mycli.runtime.checkpoint.gguf.architecture import TensorRule
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, reorder_columns
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.part_spec import Shape

@@ -49,12 +49,25 @@ class SolvedRows:
 
 
 @dataclass(frozen=True)
+class SolvedBlocks:
+    """Solved rows with a row for each block, to be encoded.
+
+    levels: int16 [n, block]; scales, minima: multiples int16 [n, groups]; factors: the bytes of each, uint8 [n, 2].
+    """
+
+    levels: "Tensor"
+    scales: "Tensor"
+    minima: "Tensor | None"
+    factors: "list[Tensor]"
+
+
+@dataclass(frozen=True)
 class BlockType:
-    """A quantized type of ggml; `encode` returns the blocks uint8 [N, blocks * nbytes] of solved rows."""
+    """A quantized type of ggml; `encode` returns the parts of its blocks in their order in memory, each [n, bytes]."""
 
     name: str
     levels: "Callable[[], Levels]"
-    encode: "Callable[[SolvedRows], Tensor]"
+    encode: "Callable[[SolvedBlocks], list[Tensor]]"
     scales: Multiples = ONE
     minima: Multiples | None = None
     unit: float = 1.0  # of a scale: factor * unit * multiple

@@ -3,28 +3,20 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import SolvedRows
+from mycli.quant.ggml.block_type import BlockType, SolvedBlocks, SolvedRows
 
 
-def levels_by_block(solved: SolvedRows, size: int) -> Tensor:
-    """Return levels int16 [N * blocks, size]."""
-    return solved.levels.T.reshape(-1, size).to(torch.int16)
-
-
-def multiples_by_block(multiples: Tensor, blocks: int) -> Tensor:
-    """Return multiples int16 [N * blocks, groups]."""
-    return multiples.T.reshape(multiples.shape[1] * blocks, -1).to(torch.int16)
-
-
-def factors_by_block(solved: SolvedRows) -> list[Tensor]:
-    """Return the bytes uint8 [N * blocks, 2] of each factor."""
-    return [
-        factor.T.flatten().to(torch.float16).contiguous().view(torch.uint8).view(-1, 2) for factor in solved.factors
-    ]
-
-
-def rows_of(parts: list[Tensor], rows: int) -> Tensor:
-    """Return blocks uint8 [N, bytes], joined from parts [N * blocks, bytes]."""
+def encode_rows(solved: SolvedRows, kind: BlockType) -> Tensor:
+    """Return the blocks uint8 [N, blocks * nbytes] of solved rows."""
+    rows = solved.levels.shape[1]
+    blocks = rows * solved.factors.shape[1]
+    levels, scales, minima = (
+        None if values is None else values.T.reshape(blocks, -1).to(torch.int16)
+        for values in (solved.levels, solved.multiples, solved.minima)
+    )
+    assert levels is not None and scales is not None
+    factors = [factor.T.flatten().to(torch.float16).view(torch.uint8).view(-1, 2) for factor in solved.factors]
+    parts = kind.encode(SolvedBlocks(levels, scales, minima, factors))
     return torch.cat([part.to(torch.uint8) for part in parts], 1).view(rows, -1)
 
 
@@ -36,24 +28,14 @@ def join(values: Tensor, bits: int, run: int) -> Tensor:
     return (parts.to(torch.int16) << shifts).sum(2).flatten(1).to(torch.uint8)
 
 
-def six_bits(scales: Tensor, minima: Tensor) -> Tensor:
-    """Return the 12 bytes of eight scales and eight minima of six bits [n, 8]."""
+def six_bits(blocks: SolvedBlocks) -> Tensor:
+    """Return the 12 bytes of eight scales and eight minima of six bits."""
     # Scales and minima 0 to 3 are the low six bits of bytes 0 to 7, whose top two bits hold the high bits of 4 to 7;
     # bytes 8 to 11 hold the low four bits of these.
+    scales, minima = blocks.scales, blocks.minima
+    assert minima is not None
     low = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
     return torch.cat([*low, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], 1).to(torch.uint8)
-
-
-def codebook_rows(levels: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codebook rows int32 [n, vectors] with the magnitudes of levels [n, size], and sign bits [n, size]."""
-    # Rows are found by their magnitudes as digits of one number: a sorted search, where comparing all rows would take
-    # `len(codebook)` times the memory of the levels.
-    width, values = codebook.shape[1], torch.unique(codebook).to(torch.int16)
-    powers = len(values) ** torch.arange(width)
-    keys, order = (torch.searchsorted(values, codebook.to(torch.int16)) * powers).sum(1).sort()
-    digits = torch.searchsorted(values, levels.abs().contiguous()).view(len(levels), -1, width)
-    rows = order[torch.searchsorted(keys, (digits * powers).sum(2))]
-    return rows.to(torch.int32), (levels < 0).to(torch.int16)
 
 
 def signs_with_scale(signs: Tensor, scales: Tensor) -> Tensor:

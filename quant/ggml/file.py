@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, Place
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
 from mycli.runtime.checkpoint.gguf.rope import rope_factors
+from mycli.runtime.checkpoint.gguf.tensor_rules import Place
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, Unwritten, make_gguf_header
 from mycli.runtime.checkpoint.gguf_parts import SUFFIX

@@ -3,7 +3,6 @@
 Its record lies next to it, NAME.mycli.json for NAME.gguf, with the fields of mycli.json in a folder.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.quant.calibration.sampler import Calibration, calibrate
 from mycli.quant.ggml.file import GgufTensors
 from mycli.quant.ggml.linear_solver import BlockTypeSolver
 from mycli.quant.ggml.plan import GgufPlan, check_gguf_resources
@@ -19,7 +17,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
-from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes
+from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes, source_notes
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import Original, QualityReport, measure_result
 from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
@@ -73,8 +71,7 @@ def quantize_gguf(
     check_gguf_resources(work, target, overwrite=overwrite)
     folder, at_once = work.folder, work.need.at_once
     with memory_errors(work.need), ExitStack() as stack:
-        recipe, tokenizer = work.recipe, folder.tokenizer()
-        calibration = calibrate(work.text, tokenizer, work.config.vocab_size, recipe.samples, work.seq, recipe.seed)
+        calibration = work.calibration(work.recipe.samples, work.recipe.seed)
         finished_in = work_folder or default_work_folder(target)
         run = model_card.identify(work.recipe.record, calibration, placement, at_once)
         if not restart:
@@ -117,7 +114,8 @@ def quantize_gguf(
         file.file.finish()
         finished.clear()
     open_model_folder(target)
-    notes = (*_notes(work, calibration), *result_notes(layers, None, measured))
+    head = "left out: GGUF has no place for it here"
+    notes = (*source_notes(work, calibration, head), *result_notes(layers, None, measured))
     return Outcome(target, work.size, layers, measured, notes)
 
 
@@ -132,13 +130,3 @@ def _embedding(
     kind = solver.kind(EMBEDDING).name
     table = dequantize_blocks(blocks, kind).to(torch_dtype(work.config.dtype))
     return (Layer(EMBEDDING, kind, error),), table
-
-
-def _notes(work: GgufPlan, calibration: Calibration) -> Iterator[str]:
-    if work.stored is not None:
-        yield f"the source is already quantized ({work.stored}); its losses remain"
-    if work.folder.mtp_head is not None:
-        yield "the MTP head (mtp.*) is left out: GGUF has no place for it here"
-    widest = max(work.config.hidden_size, work.config.intermediate_size)
-    if calibration.tokens < widest:
-        yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"

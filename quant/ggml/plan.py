@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.output.model_card import Size
-from mycli.quant.planning.memory import Need, QuantizationWork, choose
-from mycli.quant.planning.plan import REPORT_CONTEXT, Report, measured_tokens
+from mycli.quant.planning.memory import QuantizationWork, choose, require_memory
+from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, Report, measured_tokens
 from mycli.quant.recipe import DEFAULT_SEQ
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint.formats import EMBEDDING
@@ -22,38 +21,22 @@ from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import dtype_info
-from mycli.runtime.device.system import memory
-from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
-from mycli.runtime.utils.units import distinct_sizes
 
 _SPARE_BYTES = 1 << 20  # for the record next to the file
 _HINT = "GGUF can hold it unquantized"
 
 
 @dataclass(frozen=True)
-class GgufPlan:
-    """The tensors that quantizing will write, and the memory that it needs."""
+class GgufPlan(Plan):
+    """A plan of a file; `packings` are those of every linear with blocks, the embedding among them."""
 
-    source: Source
     recipe: GgufRecipe
-    folder: ModelFolder
-    stored: str | None  # number formats of a packed source
     layout: GgufLayout
-    packings: Mapping[str, Packing]  # of every linear with blocks, the embedding among them
-    need: Need
-    seq: int
-    report: Report
-    text: Path | None
-    memory_limit: int | None  # as in QuantizationPlan
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.folder.config
 
     @property
     def size(self) -> Size:
@@ -106,17 +89,14 @@ def plan_gguf(
         context=min(REPORT_CONTEXT, config.max_context),
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
-    return GgufPlan(source, recipe, folder, stored, layout, packings, need, seq, report, text, max_ram)
+    return GgufPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, layout)
 
 
 def check_gguf_resources(work: GgufPlan, target: Path, *, overwrite: bool = False) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
     check_gguf_target(target, overwrite)
     require_space(target.resolve().parent, work.layout.nbytes + _SPARE_BYTES)
-    available = memory().available
-    if work.need.host > available:
-        needed, left = distinct_sizes(work.need.host, available)
-        raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
+    require_memory(work.need)
 
 
 def check_gguf_target(target: Path, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
+from mycli.quant.ggml.blocks import encode_rows
 from mycli.quant.ggml.search import search_scales
 from mycli.quant.rounding.grid import BLOCK
 from mycli.quant.solvers import SOLVER_WEIGHTS
@@ -29,12 +30,12 @@ def solve(weight: Tensor, kind: BlockType, hessian: Tensor, factor: Factor | Non
     rows = max(1, SOLVER_WEIGHTS // weight.shape[1])
     parts = [weight[start : start + rows].float() for start in range(0, len(weight), rows)]
     if factor is None:
-        return torch.cat([kind.encode(search_scales(part, kind, hessian.diagonal())) for part in parts])
+        return torch.cat([encode_rows(search_scales(part, kind, hessian.diagonal()), kind) for part in parts])
     # Descent uses the damped Hessian that was factored: with the plain one, its optimum would follow noise in
     # directions that calibration hardly saw.
     damped = hessian.clone()
     damped.diagonal().add_(factor.damping * hessian.diagonal().mean())
-    return torch.cat([kind.encode(_solve_rows(part, kind, damped, factor)) for part in parts])
+    return torch.cat([encode_rows(_solve_rows(part, kind, damped, factor), kind) for part in parts])
 
 
 def round_blocks(weight: Tensor, kind: BlockType) -> Tensor:

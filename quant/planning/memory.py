@@ -13,6 +13,7 @@ from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.checkpoint.formats import EMBEDDING
+from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.workspace import head_widths, hidden_width
 from mycli.runtime.models.config import ModelConfig
@@ -20,7 +21,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import distinct_sizes, human_bytes
 
 LIBRARIES = 112 << 20  # buffers of BLAS and LAPACK, and what malloc retains: measured
 BATCH = 4  # windows per step of tuning
@@ -91,6 +92,14 @@ def choose(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None,
         least = math.ceil(result.device / 2**20)
         raise ResourceError(_too_little("GPU memory", max_vram), code="raise-max-vram", data={"mib": least})
     return result
+
+
+def require_memory(need: Need) -> None:
+    """Raise ResourceError if less main memory is free than a quantization needs."""
+    available = memory().available
+    if need.host > available:
+        needed, left = distinct_sizes(need.host, available)
+        raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
 
 
 def _too_little(kind: str, limit: int) -> str:

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from mycli.quant import solvers
-from mycli.quant.calibration.sampler import check_windows
+from mycli.quant.calibration.sampler import Calibration, calibrate, check_windows
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.output.model_card import Size
-from mycli.quant.planning.memory import Need, QuantizationWork, choose
+from mycli.quant.planning.memory import Need, QuantizationWork, choose, require_memory
 from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
 from mycli.quant.planning.target import check_target
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
@@ -24,8 +24,7 @@ from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import torch_dtype
-from mycli.runtime.device.system import memory
-from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -33,7 +32,6 @@ from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
-from mycli.runtime.utils.units import distinct_sizes
 
 Report = Literal["none", "quick", "full"]
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
@@ -45,15 +43,13 @@ _SPARE_BYTES = 16 << 20  # for config.json, the card and headers
 
 
 @dataclass(frozen=True)
-class QuantizationPlan:
-    """The tensors that quantizing will write, and the memory that it needs."""
+class Plan:
+    """The source of a quantization, the packings of its linears, and the memory that the work needs."""
 
     source: Source
-    recipe: Recipe
     folder: ModelFolder
     stored: str | None  # number formats of a packed source
     packings: Mapping[str, Packing]
-    tensors: Tensors  # of the result, in order
     need: Need  # of memory, beyond the process itself
     seq: int  # tokens per calibration window
     report: Report
@@ -63,6 +59,17 @@ class QuantizationPlan:
     @property
     def config(self) -> ModelConfig:
         return self.folder.config
+
+    def calibration(self, windows: int, seed: int) -> Calibration:
+        return calibrate(self.text, self.folder.tokenizer(), self.config.vocab_size, windows, self.seq, seed)
+
+
+@dataclass(frozen=True)
+class QuantizationPlan(Plan):
+    """A plan of a folder: the tensors that quantizing will write."""
+
+    recipe: Recipe
+    tensors: Tensors  # of the result, in order
 
     @property
     def chooses_head(self) -> bool:
@@ -125,7 +132,7 @@ def plan_quantization(
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
-    return QuantizationPlan(source, recipe, folder, stored, packings, tensors, need, seq, report, text, max_ram)
+    return QuantizationPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, tensors)
 
 
 def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
@@ -185,7 +192,4 @@ def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = F
     check_target(target, overwrite, work.source.folder)
     companions = sum(map(len, work.folder.companions().values()))
     require_space(target.resolve().parent, work.size.bytes + companions + _SPARE_BYTES)
-    available = memory().available
-    if work.need.host > available:
-        needed, left = distinct_sizes(work.need.host, available)
-        raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
+    require_memory(work.need)

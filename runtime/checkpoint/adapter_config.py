@@ -75,9 +75,7 @@ class AdapterConfig:
             alpha=_alpha(raw, "lora_alpha"),
             rank_stabilized=raw.boolean("use_rslora", False),
             ranks={_pattern(ranks, key): ranks.integer(key, high=MAX_RANK) for key in _keys(ranks)},
-            alphas={
-                _pattern(alphas, key): alphas.number(key, low=-_MAX_ALPHA, high=_MAX_ALPHA) for key in _keys(alphas)
-            },
+            alphas={_pattern(alphas, key): _alpha(alphas, key) for key in _keys(alphas)},
         )
 
     def rank_of(self, module: str) -> int:

@@ -21,6 +21,7 @@ from mycli.runtime.engine.request_state import RequestState, TokensAhead
 from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
+from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import HiddenStateHook
@@ -33,7 +34,6 @@ if TYPE_CHECKING:  # what most replies do without
     from mycli.runtime.engine.beams import BeamGroup
     from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
     from mycli.runtime.engine.replies.whole_texts import WholeTexts
-    from mycli.runtime.engine.speculation import ComputedTokens, Speculator
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 _NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
@@ -49,7 +49,7 @@ class Engine:
         running: int | None = None,
         chunk: int | None = None,
         kept_blocks: int | None = None,
-        speculator: "Speculator | None" = None,
+        speculator: Speculator | None = None,
         store: "PrefixStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -256,19 +256,10 @@ class Engine:
 
     def _run_pass(self, scheduled: Sequence[ScheduledSequence], began: float) -> list[SequenceOutput]:
         """Run a pass over the scheduled sequences and sample for those that are computed to their end."""
-        speculator, drafted, hook = self.speculator, dict[int, list[int]](), None
-        if speculator is not None:
-            drafted = self._propose(speculator, scheduled)
+        speculator = self.speculator
+        drafted = {} if speculator is None else self._propose(speculator, scheduled)
         chunks = [part.chunk(drafted.get(part.sequence.id, [])) for part in scheduled]
-        if speculator is not None:
-            hook = speculator.hidden_state_hook(
-                _computed(part, chunk) for part, chunk in zip(scheduled, chunks, strict=True)
-            )
-        wants_hidden = any(part.sequence.request.hidden_states is not None for part in scheduled)
-        states: list[Tensor] = []
-        logits = self.runner.run(chunks, self.cache, _tee(hook, states.append) if wants_hidden else hook)
-        if wants_hidden:
-            self._keep_hidden(scheduled, chunks, torch.cat(states, dim=-2).flatten(0, -2))
+        logits = self._compute(scheduled, chunks)
         samples: list[tuple[ScheduledSequence, range]] = []
         groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -305,15 +296,25 @@ class Engine:
             speculator.observe(results, time.perf_counter() - began)
         return outputs
 
-    def _keep_hidden(self, scheduled: Sequence[ScheduledSequence], chunks: Sequence[Chunk], hidden: Tensor) -> None:
-        first = 0
-        for part, chunk in zip(scheduled, chunks, strict=True):
-            self._states[part.sequence.id].keep_hidden(part, hidden[first : first + chunk.count])
-            first += chunk.count
+    def _compute(self, scheduled: Sequence[ScheduledSequence], chunks: Sequence[Chunk]) -> Tensor:
+        """Run a pass over `chunks` and return its logits; keep the hidden states that requests ask for."""
+        parts, hook = list(zip(scheduled, chunks, strict=True)), None
+        if self.speculator is not None:
+            hook = self.speculator.hidden_state_hook(
+                ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)
+                for part, chunk in parts
+            )
+        if all(part.sequence.request.hidden_states is None for part in scheduled):
+            return self.runner.run(chunks, self.cache, hook)
+        states: list[Tensor] = []
+        logits = self.runner.run(chunks, self.cache, _tee(hook, states.append))
+        hidden, end = torch.cat(states, dim=-2).flatten(0, -2), 0
+        for part, chunk in parts:
+            start, end = end, end + chunk.count
+            self._states[part.sequence.id].keep_hidden(part, hidden[start:end])
+        return logits
 
-    def _propose(self, speculator: "Speculator", scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
-        from mycli.runtime.engine.speculation import DraftRequest
-
+    def _propose(self, speculator: Speculator, scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
         requests = [
             DraftRequest(part.sequence.id, part.sequence.tokens, part.drafts, self._states[part.sequence.id].sampler)
             for part in scheduled
@@ -389,12 +390,10 @@ class Engine:
             self._finish(sequence, reason)
         return output
 
-    def _finish_all(
-        self, sequence: RequestSequence, reason: FinishReason, error: UserError | None = None
-    ) -> list[SequenceOutput]:
+    def _finish_all(self, sequence: RequestSequence, reason: FinishReason) -> list[SequenceOutput]:
         """Remove a sequence and all other beams of its search; return the outputs of those that are replies."""
         group = self._states[sequence.id].beams
-        return [self._finish(sequence, reason, error)] if group is None else group.end(self._finish, reason, error)
+        return [self._finish(sequence, reason)] if group is None else group.end(self._finish, reason)
 
     def _commit_states(self, part: ScheduledSequence, count: int) -> None:
         if part.sequence.table.state is not None:
@@ -433,12 +432,6 @@ class Engine:
                 output = replace(ended, tokens=output.tokens)
             outputs.append(output)
         return outputs
-
-
-def _computed(part: ScheduledSequence, chunk: Chunk) -> "ComputedTokens":
-    from mycli.runtime.engine.speculation import ComputedTokens
-
-    return ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)
 
 
 def _tee(first: HiddenStateHook | None, second: HiddenStateHook) -> HiddenStateHook:

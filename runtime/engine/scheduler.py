@@ -11,9 +11,9 @@ Plain Python over token counts and block numbers; tensors and sampling are elsew
 
 import bisect
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from mycli.runtime.cache.batch import Chunk
@@ -22,6 +22,7 @@ from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PIECE, StoredPrefix
 from mycli.runtime.engine.fairness import FairShares
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
+from mycli.runtime.engine.stats import Counts
 
 # Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several
 # tokens in one call. 8 tokens cover the longest call.
@@ -67,19 +68,6 @@ class ScheduledSequence:
         logits = len(tokens) if self.scored else (1 + len(drafted)) * (end == len(sequence.tokens))
         table = sequence.table
         return Chunk(tokens, self.start, tuple(table.blocks), logits, table.state or 0, len(drafted))
-
-
-@dataclass
-class Counts:
-    """Totals since the start.
-
-    queries, hits: prompt tokens looked up in the prefix cache, and found there; misses: prompts by cause.
-    """
-
-    preemptions: int = 0
-    queries: int = 0
-    hits: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
 
 
 class PrefixSource(Protocol):
@@ -234,7 +222,8 @@ class Scheduler:
         if not count or not self._reserve(sequence, sequence.table.length + count):
             return None, restored
         self._in_pass.add(sequence.id)
-        return _prefill(sequence, count), restored + count
+        part = ScheduledSequence(sequence, sequence.table.length, count, scored=sequence.scored)
+        return part, restored + count
 
     def _room(self, sequence: Sequence, budget: int) -> int:
         """Return how many more tokens this pass may have if it computes some of `sequence`."""
@@ -261,11 +250,11 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
-        table, pool, request = sequence.table, self.pool, sequence.request
+        table, request = sequence.table, sequence.request
         # Prompt logprobs and hidden states need a pass over every position, which a cache hit would skip.
         whole = request.prompt_logprobs or request.hidden_states == "all"
         match = None if whole else table.match(sequence.tokens)
-        if pool.available < pool.blocks_for(len(sequence.tokens)) - len(table.blocks):
+        if not self._blocks_for(sequence):
             table.release(sequence.tokens)
             return False
         table.allocate_state()
@@ -416,10 +405,6 @@ class Scheduler:
         for branch in sequence.branches:
             self._wait(branch)
         sequence.branches = []
-
-
-def _prefill(sequence: Sequence, count: int) -> ScheduledSequence:
-    return ScheduledSequence(sequence, sequence.table.length, count, scored=sequence.scored)
 
 
 def _stored_end(sequence: Sequence) -> int:

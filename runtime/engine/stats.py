@@ -1,5 +1,6 @@
 """Counts and times of one generation and of an engine."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,19 @@ class SpeculationStats:
     @property
     def mean_length(self) -> float:
         return 1 + self.accepted / self.passes if self.passes else 1.0
+
+
+@dataclass
+class Counts:
+    """Totals of a scheduler since the start.
+
+    queries, hits: prompt tokens looked up in the prefix cache, and found there; misses: prompts by cause.
+    """
+
+    preemptions: int = 0
+    queries: int = 0
+    hits: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass

@@ -2,23 +2,15 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
-from mycli.quant.ggml.blocks import codebook_rows, factors_by_block, join, levels_by_block, multiples_by_block, rows_of
-from mycli.quant.ggml.levels import Codebook
-from mycli.runtime.checkpoint.gguf.codebooks import codebook
+from mycli.quant.ggml.block_type import SolvedBlocks
+from mycli.quant.ggml.blocks import join
+from mycli.quant.ggml.codebook_type import codebook_rows, codebook_type
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) >> 1
-    rows, signs = codebook_rows(levels_by_block(solved, 256), codebook("IQ2_S"))
-    parts = [*factors_by_block(solved), rows & 255, join(signs, 1, 1), join(rows >> 8, 2, 1), join(scales, 4, 1)]
-    return rows_of(parts, solved.levels.shape[1])
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    rows, signs = codebook_rows(blocks.levels, "IQ2_S")
+    scales = join(blocks.scales >> 1, 4, 1)
+    return [*blocks.factors, rows & 255, join(signs, 1, 1), join(rows >> 8, 2, 1), scales]
 
 
-TYPE = BlockType(
-    "IQ2_S",
-    lambda: Codebook(codebook("IQ2_S"), even_signs=False),
-    encode,
-    Multiples(1, 16, 2),
-    unit=0.125,
-)
+TYPE = codebook_type("IQ2_S", encode, even_signs=False, unit=0.125)

@@ -3,24 +3,16 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
-from mycli.quant.ggml.blocks import codebook_rows, factors_by_block, join, levels_by_block, multiples_by_block, rows_of
-from mycli.quant.ggml.levels import Codebook
-from mycli.runtime.checkpoint.gguf.codebooks import codebook
+from mycli.quant.ggml.block_type import SolvedBlocks
+from mycli.quant.ggml.blocks import join
+from mycli.quant.ggml.codebook_type import codebook_rows, codebook_type
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) >> 1
-    rows, signs = codebook_rows(levels_by_block(solved, 256), codebook("IQ2_XS"))
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    rows, signs = codebook_rows(blocks.levels, "IQ2_XS")
     words = rows | (join(signs, 1, 1) & 127).to(torch.int32) << 9
     low_high = torch.stack([words & 255, words >> 8], dim=2).flatten(1)
-    return rows_of([*factors_by_block(solved), low_high, join(scales, 4, 1)], solved.levels.shape[1])
+    return [*blocks.factors, low_high, join(blocks.scales >> 1, 4, 1)]
 
 
-TYPE = BlockType(
-    "IQ2_XS",
-    lambda: Codebook(codebook("IQ2_XS"), even_signs=True),
-    encode,
-    Multiples(1, 16, 2),
-    unit=0.125,
-)
+TYPE = codebook_type("IQ2_XS", encode, even_signs=True, unit=0.125)

@@ -3,32 +3,15 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
-from mycli.quant.ggml.blocks import (
-    codebook_rows,
-    factors_by_block,
-    levels_by_block,
-    multiples_by_block,
-    rows_of,
-    signs_with_scale,
-)
-from mycli.quant.ggml.levels import Codebook
-from mycli.runtime.checkpoint.gguf.codebooks import codebook
+from mycli.quant.ggml.block_type import SolvedBlocks
+from mycli.quant.ggml.blocks import signs_with_scale
+from mycli.quant.ggml.codebook_type import codebook_rows, codebook_type
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) >> 1
-    rows, signs = codebook_rows(levels_by_block(solved, 256), codebook("IQ2_XXS"))
-    words = torch.cat(
-        [rows.view(-1, 8, 4).to(torch.uint8), signs_with_scale(signs, scales).view(-1, 8, 4)], dim=2
-    ).flatten(1)
-    return rows_of([*factors_by_block(solved), words], solved.levels.shape[1])
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    rows, signs = codebook_rows(blocks.levels, "IQ2_XXS")
+    words = [part.view(-1, 8, 4) for part in (rows.to(torch.uint8), signs_with_scale(signs, blocks.scales >> 1))]
+    return [*blocks.factors, torch.cat(words, dim=2).flatten(1)]
 
 
-TYPE = BlockType(
-    "IQ2_XXS",
-    lambda: Codebook(codebook("IQ2_XXS"), even_signs=True),
-    encode,
-    Multiples(1, 16, 2),
-    unit=0.125,
-)
+TYPE = codebook_type("IQ2_XXS", encode, even_signs=True, unit=0.125)

@@ -2,30 +2,14 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
-from mycli.quant.ggml.blocks import (
-    codebook_rows,
-    factors_by_block,
-    levels_by_block,
-    multiples_by_block,
-    rows_of,
-    signs_with_scale,
-)
-from mycli.quant.ggml.levels import Codebook
-from mycli.runtime.checkpoint.gguf.codebooks import codebook
+from mycli.quant.ggml.block_type import SolvedBlocks
+from mycli.quant.ggml.blocks import signs_with_scale
+from mycli.quant.ggml.codebook_type import codebook_rows, codebook_type
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) >> 1
-    rows, signs = codebook_rows(levels_by_block(solved, 256), codebook("IQ3_XXS"))
-    parts = [*factors_by_block(solved), rows, signs_with_scale(signs, scales)]
-    return rows_of(parts, solved.levels.shape[1])
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    rows, signs = codebook_rows(blocks.levels, "IQ3_XXS")
+    return [*blocks.factors, rows, signs_with_scale(signs, blocks.scales >> 1)]
 
 
-TYPE = BlockType(
-    "IQ3_XXS",
-    lambda: Codebook(codebook("IQ3_XXS"), even_signs=True),
-    encode,
-    Multiples(1, 16, 2),
-    unit=0.25,
-)
+TYPE = codebook_type("IQ3_XXS", encode, even_signs=True, unit=0.25)

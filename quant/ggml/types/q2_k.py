@@ -2,17 +2,14 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
-from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, multiples_by_block, rows_of
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedBlocks
+from mycli.quant.ggml.blocks import join
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    blocks = solved.factors.shape[1]
-    assert solved.minima is not None
-    scales = multiples_by_block(solved.multiples, blocks) | multiples_by_block(solved.minima, blocks) << 4
-    levels = join(levels_by_block(solved, 256), 2, 32)
-    return rows_of([scales, levels, *factors_by_block(solved)], solved.levels.shape[1])
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    assert blocks.minima is not None
+    return [blocks.scales | blocks.minima << 4, join(blocks.levels, 2, 32), *blocks.factors]
 
 
 TYPE = BlockType("Q2_K", lambda: Integers(2, 0), encode, Multiples(0, 16), Multiples(0, 16))

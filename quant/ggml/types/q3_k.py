@@ -2,22 +2,20 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
-from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, multiples_by_block, rows_of
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedBlocks
+from mycli.quant.ggml.blocks import join
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) + 32
-    levels = levels_by_block(solved, 256) + 4
-    parts = [
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    scales, levels = blocks.scales + 32, blocks.levels + 4
+    return [
         join(levels >> 2, 1, 32),
         join(levels & 3, 2, 32),
         join(scales & 15, 4, 8),
         join(scales >> 4, 2, 4),
-        *factors_by_block(solved),
+        *blocks.factors,
     ]
-    return rows_of(parts, solved.levels.shape[1])
 
 
 TYPE = BlockType("Q3_K", lambda: Integers(3, -4), encode, Multiples(-32, 64))

@@ -2,15 +2,14 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, SolvedRows
-from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, rows_of
+from mycli.quant.ggml.block_type import BlockType, SolvedBlocks
+from mycli.quant.ggml.blocks import join
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    levels = levels_by_block(solved, 32) + 16
-    parts = [*factors_by_block(solved), join(levels >> 4, 1, 1), join(levels & 15, 4, 16)]
-    return rows_of(parts, solved.levels.shape[1])
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    levels = blocks.levels + 16
+    return [*blocks.factors, join(levels >> 4, 1, 1), join(levels & 15, 4, 16)]
 
 
 TYPE = BlockType("Q5_0", lambda: Integers(5, -16), encode)

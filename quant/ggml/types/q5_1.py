@@ -1,19 +1,17 @@
 """Q5_1: groups of 32 with an fp16 scale and minimum, levels 0 to 31."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import ONE, BlockType, SolvedRows
-from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, rows_of
+from mycli.quant.ggml.block_type import ONE, BlockType, SolvedBlocks
+from mycli.quant.ggml.blocks import join
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: SolvedRows) -> Tensor:
-    scales, minima = factors_by_block(replace(solved, factors=solved.factors * torch.tensor([1.0, -1.0]).view(2, 1, 1)))
-    levels = levels_by_block(solved, 32)
-    return rows_of([scales, minima, join(levels >> 4, 1, 1), join(levels & 15, 4, 16)], solved.levels.shape[1])
+def encode(blocks: SolvedBlocks) -> list[Tensor]:
+    scales, minima = blocks.factors
+    added = minima ^ torch.tensor([0, 0x80], dtype=torch.uint8)  # the sign bit: readers add the minimum
+    return [scales, added, join(blocks.levels >> 4, 1, 1), join(blocks.levels & 15, 4, 16)]
 
 
 TYPE = BlockType("Q5_1", lambda: Integers(5, 0), encode, minima=ONE)

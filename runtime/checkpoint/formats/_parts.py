@@ -138,14 +138,6 @@ def sort_columns(packed: "Tensor", bits: int, columns: int, inputs: "Tensor") ->
     return pack(unpack(packed, bits, columns).index_select(1, inputs), bits)
 
 
-def nibbles(stored: "Tensor", high_first: bool = False) -> "Tensor":
-    """Split bytes into 4-bit codes, flat; the low half of a byte comes first unless `high_first`."""
-    import torch
-
-    low, high = stored & 15, stored >> 4
-    return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten()
-
-
 def put_bytes(stored: "Tensor", out: "Tensor") -> None:
     """Copy rows of bytes, uint8 [N, bytes], to words, int32 [N, words], and fill up the last word with zeros."""
     import torch

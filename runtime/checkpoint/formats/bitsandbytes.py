@@ -159,7 +159,8 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
         return Scales((checkpoint.read(f"{linear.name}.SCB") / 127).unsqueeze(1))
     if not torch.equal(checkpoint.read(f"{name}.quant_map"), code_table(packing)):
         raise damaged(f"{name}.quant_map: not the table of {packing.codes}")
-    codes = _parts.nibbles(checkpoint.read(name).flatten(), high_first=True)
+    pairs = checkpoint.read(name).flatten()
+    codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()  # the high half of a byte comes first
     out.copy_(pack(codes[: rows * columns].view(rows, columns), packing.bits))
     blocks = torch.arange(0, rows * columns, packing.group_size or columns) // int(packing.dialect[1])
     return Scales(_absmax(checkpoint, linear, packing)[blocks].view(rows, -1))

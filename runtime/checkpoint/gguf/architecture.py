@@ -1,94 +1,27 @@
-"""The declaration of a GGUF architecture: tensor names, metadata keys and changes to weights, for reading and writing.
+"""The declaration of a GGUF architecture: tensors and metadata keys, for reading and writing.
 
 `architectures/` has one declaration per file. Names and changes are those of llama.cpp's conversion/. What is read
 becomes a config.json, which the family's own reader accepts or refuses. Imports no torch.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_keys, rope_parameters
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, Place, TensorRule
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
-if TYPE_CHECKING:  # `show` and `list` read configs without torch
-    from torch import Tensor
-
 Config = dict[str, Any]  # of config.json
 _EXPERT = "{expert}"
 _MAX_EXPERTS = 4096  # of a layer: bounds what a stack is split into; published models have up to 512
-
-
-@dataclass(frozen=True)
-class RowOrder:
-    """The rows of a weight viewed as `shape(config)`, and the order of these axes in the file."""
-
-    shape: Callable[[ModelConfig], tuple[int, ...]]
-    axes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RowRanges:
-    """The rows of a weight in the order of the file, as ranges of rows in Hugging Face's order."""
-
-    ranges: Callable[[ModelConfig], Iterable[range]]
-
-
-@dataclass(frozen=True)
-class ValueChange:
-    """A change to every value of a weight: what the file stores, and its inverse. Both take and return fp32."""
-
-    store: "Callable[[Tensor], Tensor]"
-    load: "Callable[[Tensor], Tensor]"
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """The Hugging Face name of a tensor, and how its GGUF form differs."""
-
-    # After model.layers.N in a layer. With {expert} it stands for all experts: GGUF stacks them in one tensor
-    # [experts, rows, columns]. Norms of several heads are stacked in the same way.
-    name: str
-    row_order: RowOrder | RowRanges | None = None
-    change: ValueChange | None = None
-    column_order: RowRanges | None = None
-    # Where Hugging Face has several tensors for one in GGUF, whose rows follow one another: the others.
-    more_names: tuple[str, ...] = ()
-    # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
-    followed_by: str | None = None
-    first_rows: Callable[[ModelConfig], int] | None = None  # rows of the first of the two
-    # Latent attention: GGUF has the half of the keys transposed, [heads, columns, rows], that of the values not.
-    by_head: bool = False
-    count_key: str = "expert_count"  # of the tensors in a stack
-    # The shape in the file, where it has more axes.
-    stored_shape: Callable[[ModelConfig], tuple[int, ...]] | None = None
-    # Hugging Face's ending by the ending in GGUF.
-    suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the file stores a tensor: the GGUF name, the rule it follows, its index in a stack, mostly of experts."""
-
-    name: str
-    rule: TensorRule
-    expert: int | None = None
-    in_metadata: bool = False  # the name is a key, whose array has a value for each layer
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The GGUF tensors that store it, one after the other."""
-        if self.rule.followed_by is None:
-            return (self.name,)
-        block, ending = self.name.rsplit(".", 2)[0], self.name.rsplit(".", 1)[1]
-        return self.name, f"{block}.{self.rule.followed_by}.{ending}"
 
 
 @dataclass(frozen=True)
@@ -115,42 +48,10 @@ class GgufKey:
         return {self.field: value} if value or self.required else {}
 
 
-# Rows of q and k of a head are rotated in pairs: llama.cpp's "norm" rope takes neighbours (2 i, 2 i + 1), Hugging Face
-# halves of a head (i, i + dim / 2), so converters reorder the rows of architectures that use it.
-PAIRED_Q = RowOrder(lambda config: (config.heads, 2, -1), (0, 2, 1))
-PAIRED_K = RowOrder(lambda config: (config.kv_heads, 2, -1), (0, 2, 1))
-# Gemma multiplies by 1 + gain; llama.cpp's RMSNorm multiplies by the stored value.
-GAIN_PLUS_ONE = ValueChange(store=lambda gain: gain + 1.0, load=lambda stored: stored - 1.0)
-
 QKV_BIASES = ("attn_q", "attn_k", "attn_v", "attn_qkv")  # known in every architecture with these tensors
 ALL_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 NORM_BIASES = ("attn_norm", "ffn_norm", "output_norm")
 LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
-
-MODEL_TENSORS = {
-    "token_embd": TensorRule("model.embed_tokens"),
-    "output_norm": TensorRule("model.norm"),
-    "output": TensorRule("lm_head"),
-}
-LLAMA_TENSORS = {
-    "attn_norm": TensorRule("input_layernorm"),
-    "attn_q": TensorRule("self_attn.q_proj"),
-    "attn_k": TensorRule("self_attn.k_proj"),
-    "attn_v": TensorRule("self_attn.v_proj"),
-    "attn_qkv": TensorRule("self_attn.qkv_proj"),
-    "attn_output": TensorRule("self_attn.o_proj"),
-    "attn_q_norm": TensorRule("self_attn.q_norm"),
-    "attn_k_norm": TensorRule("self_attn.k_norm"),
-    "ffn_norm": TensorRule("post_attention_layernorm"),
-    "ffn_gate": TensorRule("mlp.gate_proj"),
-    "ffn_up": TensorRule("mlp.up_proj"),
-    "ffn_down": TensorRule("mlp.down_proj"),
-}
-PAIRED_TENSORS = {
-    **LLAMA_TENSORS,
-    "attn_q": TensorRule("self_attn.q_proj", PAIRED_Q),
-    "attn_k": TensorRule("self_attn.k_proj", PAIRED_K),
-}
 
 
 def linear_biases(model: GgufModel, config: Config) -> Config:
@@ -173,6 +74,7 @@ class Architecture:
     latent: bool = False  # heads have sizes of their own; those in the common keys are what the cache stores
     value_length: bool = False  # values may be narrower than keys
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
+    gating: tuple[int, ...] = ()  # values of expert_gating_func that the family computes; () leaves the key unread
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
     optional: tuple[str, ...] = ()  # keys that may be missing
@@ -181,10 +83,8 @@ class Architecture:
     recurrent_layers: frozenset[int] = frozenset()  # of the model to write, where there are such tensors
     # Tensors of one value in a layer that GGUF has as metadata: name in the layer by the key of an array of all layers.
     key_tensors: Mapping[str, str] = field(default_factory=dict)
-    # The tensors of models without experts, where the same tensors have other names there.
-    dense_tensors: Mapping[str, TensorRule] | None = None
-    # A key, and the declaration of files of this name that have neither the key nor experts.
-    without_key: "tuple[str, Architecture] | None" = None
+    # Whether a file of this name is read as this, by its keys and whether it has experts.
+    reads: Callable[[Fields, bool], bool] = lambda metadata, experts: True
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
     # What export asks of a model, because llama.cpp would not load its file: shapes, and the tensors whose biases it
     # knows. Both are not asked of files that are read.
@@ -238,17 +138,6 @@ class Architecture:
             for name, rule in self.recurrent_tensors.items()
             for ending, suffix in rule.suffixes.items()
         }
-
-    def of_kind(self, experts: bool) -> "Architecture":
-        """Return the declaration for models with or without experts."""
-        return self if experts or self.dense_tensors is None else replace(self, layer_tensors=self.dense_tensors)
-
-    def of_file(self, metadata: Fields) -> "Architecture":
-        """Return the declaration for the file with these keys."""
-        experts = metadata.integer(f"{self.name}.expert_count", 0, low=0) > 0
-        if self.without_key is not None and not experts and not metadata.has(f"{self.name}.{self.without_key[0]}"):
-            return self.without_key[1]
-        return self.of_kind(experts)
 
     def hf_name(self, stored: str) -> str | None:
         """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""
@@ -392,6 +281,8 @@ class Architecture:
             config["num_experts"] = model.integer("expert_count")
         if model.integer("attention.sliding_window", 0) and "sliding_window" not in {key.field for key in self.keys}:
             raise model.metadata.fail(model.key("attention.sliding_window"), f"is not supported for {self.name}")
+        if self.gating and model.has("expert_gating_func") and model.integer("expert_gating_func") not in self.gating:
+            raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
         config |= self.read_config(model, config)
         for key in self.keys:
             config |= key.read(model, config)

@@ -9,8 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowOrder, RowRanges, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.gguf.tensor_rules import RowOrder, RowRanges, TensorRule
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint, check_finite

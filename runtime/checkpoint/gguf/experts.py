@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from mycli.runtime.checkpoint.gguf.architecture import Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Config, GgufKey
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec
 
@@ -136,12 +137,6 @@ EXPERT_GROUPS = (
         lambda config: all(routing.groups == 1 or routing.group_best == 2 for routing in _routings(config)),
     ),
 )
-
-
-def require_gating(model: GgufModel, *accepted: int) -> None:
-    """Raise ModelError for an expert_gating_func that the family does not compute; a missing key is accepted."""
-    if model.has("expert_gating_func") and model.integer("expert_gating_func") not in accepted:
-        raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
 
 
 def require_norm(model: GgufModel) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import TensorRule, ValueChange
 from mycli.runtime.checkpoint.gguf.experts import SIGMOID, experts_spec, leading_dense_layers, shared_size
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule, ValueChange
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.recurrent_spec import KimiDeltaSpec

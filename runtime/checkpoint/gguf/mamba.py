@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import Config, TensorRule, ValueChange
+from mycli.runtime.checkpoint.gguf.architecture import Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule, ValueChange
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import MambaSpec
 

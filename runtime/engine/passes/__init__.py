@@ -5,7 +5,7 @@ A further way is one file here and one entry in `COMPILERS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from typing import Literal
 
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput
 from mycli.runtime.engine.passes.plain import compile_plain_pass
@@ -37,38 +37,59 @@ class Passes:
 
 
 # Returns a pass of a loaded model, or why it has none; reports later why the pass stopped being used.
-Compiler = Callable[[Transformer, KvDtype, OnDecline], Pass | Declined]
+CompilePass = Callable[[Transformer, KvDtype, OnDecline], Pass | Declined]
 
 
-def _on_cuda(name: str) -> Compiler:
-    """Return the compiler `name` of `passes.cuda`, for CUDA devices."""
+@dataclass(frozen=True)
+class Compiler:
+    """The compiler of a pass for one type of device; `load` imports it, which models on other devices never do.
 
-    def compiler(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
-        if model.device.type != "cuda":
-            return Declined("not-on-cuda", {"device": str(model.device)})
-        compiled: Pass | Declined = getattr(import_module("mycli.runtime.engine.passes.cuda"), name)(model, kv, report)
-        return compiled
+    fallback: used only if no pass before it was compiled: its pass takes the same work, slower.
+    """
 
-    return compiler
+    device: Literal["cpu", "cuda"]
+    load: Callable[[], CompilePass]
+    fallback: bool = False
+
+    def compile(self, model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
+        if model.device.type == self.device:
+            return self.load()(model, kv, report)
+        if self.device == "cpu":
+            return Declined("not-on-cpu", {"device": str(model.device)})
+        return Declined("not-on-cuda", {"device": str(model.device)})
 
 
-def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
-    if model.device.type != "cpu":
-        return Declined("not-on-cpu", {"device": str(model.device)})
+def _cuda() -> CompilePass:
+    from mycli.runtime.engine.passes.cuda import compile_cuda_pass
+
+    return compile_cuda_pass
+
+
+def _captured() -> CompilePass:
+    from mycli.runtime.engine.passes.cuda import compile_captured_pass
+
+    return compile_captured_pass
+
+
+def _prompts() -> CompilePass:
+    from mycli.runtime.engine.passes.cuda import compile_prompt_pass
+
+    return compile_prompt_pass
+
+
+def _cpu() -> CompilePass:
     from mycli.runtime.engine.passes.cpu import compile_cpu_pass
 
-    return compile_cpu_pass(model, kv, report)
+    return compile_cpu_pass
 
 
-# Fastest first. A pass is imported only for its device.
+# Fastest first.
 COMPILERS: Mapping[str, Compiler] = {
-    "cuda": _on_cuda("compile_cuda_pass"),
-    "captured": _on_cuda("compile_captured_pass"),
-    "prompts": _on_cuda("compile_prompt_pass"),
-    "cpu": _compile_cpu,
+    "cuda": Compiler("cuda", _cuda),
+    "captured": Compiler("cuda", _captured, fallback=True),
+    "prompts": Compiler("cuda", _prompts),
+    "cpu": Compiler("cpu", _cpu),
 }
-# Compiled only if no pass before it was: it takes the same work, slower.
-FALLBACKS = frozenset({"captured"})
 
 
 def compile_passes(
@@ -93,9 +114,9 @@ def compile_passes(
     for block in model.layers():
         block.freeze()
     for name, compiler in compilers.items():
-        if name in FALLBACKS and compiled:
+        if compiler.fallback and compiled:
             continue
-        way = compiler(model, kv, tell)
+        way = compiler.compile(model, kv, tell)
         if isinstance(way, Declined):
             declined[name] = way
         else:

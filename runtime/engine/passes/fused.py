@@ -8,7 +8,6 @@ except for the output of a norm before a product (`triton.residual`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,31 +39,10 @@ from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.part_spec import RopeSpec
 
 
-class SecondHalf(Protocol):
-    """The MLP or mixture of experts of a layer, with the output product of attention before it."""
-
-    def largest(self) -> int: ...
-
-    def add_to(
-        self,
-        attended: Activation,
-        o: TritonMatmul,
-        residual: Residual,
-        stream: Tensor,
-        next_norm: Norm | None,
-        counters: Tensor,
-        router_scores: Tensor | None = None,
-    ) -> Activation | None:
-        """Add the product with `o`, and then the MLP, to the stream [rows, size]; return it normed by `next_norm`.
-
-        residual: bias, norm and factors of `o`. counters: as in `residual.add`. router_scores: instead of those of the
-        router of experts.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class _DenseMlp:
+    """The MLP of a layer, with the output product of attention before it; used like a `FusedMixture`."""
+
     norm: Norm
     down: TritonMatmul
     residual: Residual
@@ -95,7 +73,7 @@ class _Layer:
     input_norm: Norm
     o: TritonMatmul
     residual: Residual
-    second: SecondHalf
+    second: _DenseMlp | FusedMixture
     projection: Projection
     scoring: Scoring
     rope: RopeSpec | None
@@ -129,7 +107,7 @@ def _norm_before(part: LayerPart, product: TritonMatmul) -> Norm:
     return Norm(None, 0.0, product) if part.norm is None else Norm(part.norm.weight, part.norm.eps, product)
 
 
-def _dense_mlp(mlp: Mlp) -> SecondHalf | Declined:
+def _dense_mlp(mlp: Mlp) -> _DenseMlp | Declined:
     matmuls = _matmuls({"gate_up": mlp.gate_up, "down": mlp.down})
     if isinstance(matmuls, Declined):
         return matmuls
@@ -138,7 +116,7 @@ def _dense_mlp(mlp: Mlp) -> SecondHalf | Declined:
     return _DenseMlp(norm, matmuls["down"], _residual(mlp, mlp.down), gelu, mlp.gate_up.bias)
 
 
-def _mixture(experts: Experts) -> SecondHalf | Declined:
+def _mixture(experts: Experts) -> FusedMixture | Declined:
     if isinstance(experts, StreamedExperts):
         return Declined("streamed-experts")
     gate_up, down = (

@@ -191,7 +191,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, eq=False)
 class FusedMixture:
-    """A mixture of experts after a norm, whose `product` is the first expert's gate_up.
+    """A mixture of experts after a norm, whose `product` is the first expert's gate_up, and after attention.
 
     router: [experts, size], dense, in the dtype of the stream; correction: as in `reference.route`.
     """
@@ -219,7 +219,10 @@ class FusedMixture:
         counters: Tensor,
         router_scores: Tensor | None = None,
     ) -> Activation | None:
-        """Run the half layer, as `SecondHalf.add_to` of the fused pass."""
+        """Add the product with `o`, and then the mixture, to the stream [rows, size]; return it normed by `following`.
+
+        residual: bias, norm and factors of `o`. counters: as in `residual.add`. router_scores: instead of the router's.
+        """
         first, last = self.norm.product, self.down.weights[0]
         count = len(stream) * self.choice.top_k
         share = -(-count // len(self.router))  # mean number of rows per expert

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -99,20 +100,7 @@ class Guard:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                answer = MutableHeaders(scope=message)
-                ids = {"x-request-id": request_id, "request-id": request_id}  # OpenAI's header and Anthropic's
-                omitted = {"x-mycli-omitted": _listed(state["omitted"])} if state.get("omitted") else {}
-                loosened = one_line(", ".join(state.get("loosened", ())), _MAX_HEADER)
-                if loosened:
-                    answer["x-mycli-loosened"] = loosened.encode("ascii", "backslashreplace").decode()
-                    self._log(f"{request_id} left out of the schema: {loosened}")
-                difference: Difference | None = state.get("difference")
-                if difference is not None and headers.get(_CACHE_HEADER) == "why":
-                    # ASCII: other characters are escaped. The text of the earlier prompt may be another client's.
-                    fields = {name: value for name, value in difference.fields().items() if name != "earlier"}
-                    answer[_CACHE_HEADER] = json.dumps(fields)
-                for name, value in {**_SECURITY, **ids, **omitted, **self._cors(headers)}.items():
-                    answer.setdefault(name, value)
+                self._add_headers(MutableHeaders(scope=message), state, headers)
             await send(message)
 
         try:
@@ -152,6 +140,23 @@ class Guard:
             )
             if not state.get("forwarded"):  # the server that answered it has logged it, with its figures
                 self._log(record.line(self._server.settings.log_format))
+
+    def _add_headers(self, answer: MutableHeaders, state: Mapping[str, Any], headers: Headers) -> None:
+        """Add the headers of every response to `answer`; headers: those of the request."""
+        request_id = state["request_id"]
+        ids = {"x-request-id": request_id, "request-id": request_id}  # OpenAI's header and Anthropic's
+        omitted = {"x-mycli-omitted": _listed(state["omitted"])} if state.get("omitted") else {}
+        loosened = one_line(", ".join(state.get("loosened", ())), _MAX_HEADER)
+        if loosened:
+            answer["x-mycli-loosened"] = loosened.encode("ascii", "backslashreplace").decode()
+            self._log(f"{request_id} left out of the schema: {loosened}")
+        difference: Difference | None = state.get("difference")
+        if difference is not None and headers.get(_CACHE_HEADER) == "why":
+            # ASCII: other characters are escaped. The text of the earlier prompt may be another client's.
+            fields = {name: value for name, value in difference.fields().items() if name != "earlier"}
+            answer[_CACHE_HEADER] = json.dumps(fields)
+        for name, value in {**_SECURITY, **ids, **omitted, **self._cors(headers)}.items():
+            answer.setdefault(name, value)
 
     def _client(self, scope: Scope, headers: Headers) -> str:
         if self._server.settings.supervised:

@@ -8,11 +8,11 @@ import time
 _END_SECONDS = 10.0  # to end in order; the clients of its replies are gone
 
 
-def end_with_parent(descriptor: int = 0) -> None:
-    """Start a thread that ends this process when the other end of the pipe `descriptor` is closed."""
+def end_with_parent() -> None:
+    """Start a thread that ends this process when the other end of the pipe on stdin is closed."""
 
     def wait() -> None:
-        while os.read(descriptor, 1):
+        while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_END_SECONDS)

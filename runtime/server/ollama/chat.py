@@ -1,5 +1,6 @@
 """POST /api/chat: Ollama's chat."""
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -9,10 +10,9 @@ from mycli.runtime.server.ollama.rendering import answer_ollama
 from mycli.runtime.server.ollama.request import (
     OllamaChatRequest,
     OllamaMessage,
-    read_format,
+    ollama_spec,
     read_options,
     refuse_images,
-    think_arguments,
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.wire import chat_tools
@@ -30,20 +30,10 @@ async def ollama_chat(service: Service, request: Request) -> Response:
 
 
 def _spec(service: Service, body: OllamaChatRequest) -> ChatSpec:
-    sampling, limit, omitted = read_options(body, service.context)
+    options = read_options(body, service.context)
     tools, omitted_tools = chat_tools(body.tools)
-    return ChatSpec(
-        messages=[_message(item, f"messages.{index}") for index, item in enumerate(body.messages or ())],
-        sampling=sampling,
-        tools=tools,
-        omitted_tools=omitted_tools,
-        omitted=omitted,
-        format=read_format(body),
-        arguments=think_arguments(body.think),
-        limit=limit,
-        clipped=True,  # a limit larger than the context ends at the context, as with Ollama
-        top=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    messages = [_message(item, f"messages.{index}") for index, item in enumerate(body.messages or ())]
+    return replace(ollama_spec(body, messages, options), tools=tools, omitted_tools=omitted_tools)
 
 
 def _message(item: OllamaMessage, place: str) -> Message:

@@ -1,5 +1,7 @@
 """POST /api/generate: Ollama's completion of a prompt, with the chat template unless `raw`."""
 
+from dataclasses import replace
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -8,12 +10,12 @@ from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.server.ollama.rendering import answer_ollama
 from mycli.runtime.server.ollama.request import (
     OllamaGenerateRequest,
+    ollama_spec,
     read_format,
     read_options,
     refuse_fields,
-    think_arguments,
 )
-from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
+from mycli.runtime.server.routes.chat_spec import prepare_chat
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message
 
@@ -32,20 +34,9 @@ def _prepared(service: Service, body: OllamaGenerateRequest) -> Prepared:
     prompt = body.prompt or ""
     if body.raw or service.loaded.tokenizer.template is None:
         return _raw(service, body, prompt)
-    sampling, limit, omitted = read_options(body, service.context)
     system = [Message("system", body.system)] if body.system else []
-    spec = ChatSpec(
-        messages=[*system, Message("user", prompt)],
-        sampling=sampling,
-        omitted=omitted,
-        format=read_format(body),
-        arguments=think_arguments(body.think),
-        limit=limit,
-        clipped=True,
-        top=(body.top_logprobs or 0) if body.logprobs else None,
-        place="prompt",
-    )
-    return prepare_chat(service, spec)
+    spec = ollama_spec(body, [*system, Message("user", prompt)], read_options(body, service.context))
+    return prepare_chat(service, replace(spec, place="prompt"))
 
 
 def _raw(service: Service, body: OllamaGenerateRequest, prompt: str) -> Prepared:
@@ -54,7 +45,6 @@ def _raw(service: Service, body: OllamaGenerateRequest, prompt: str) -> Prepared
     if limit is not None:
         limit = min(limit, max(reply_room(service.context, len(ids)), 1))
     service.check_fits(ids, limit, "prompt")
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    request = service.request(ids, sampling, limit, service.grammar(read_format(body)), top)
+    request = service.request(ids, sampling, limit, service.grammar(read_format(body)), body.top)
     reader = ReplyReader(service.loaded.tokenizer, sampling.stops)
     return Prepared([(request, [reader])], [ids], omitted=omitted)

@@ -4,6 +4,7 @@ Of the options of llama.cpp's runner those that change a reply are served or ref
 the server's.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,8 @@ from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.requests.fields import asks_nothing
 from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
 from mycli.runtime.server.requests.schemas import ForModel, LongText, Sampling, StopString, Strict, ToolSpec, validated
-from mycli.runtime.tokenizer.chat_template import effort_arguments
+from mycli.runtime.server.routes.chat_spec import ChatSpec
+from mycli.runtime.tokenizer.chat_template import Message, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 # Option -> the values that ask for nothing.
@@ -88,6 +90,11 @@ class OllamaRequest(ForModel):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncate: bool | None = None  # prompts are never truncated
     shift: bool | None = None  # nor is a full context shifted
+
+    @property
+    def top(self) -> int | None:
+        """Return the number of alternatives with logprobs per token; None for no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CalledOllamaFunction(Strict):
@@ -178,8 +185,24 @@ def read_format(body: OllamaRequest) -> ResponseFormat | None:
     return ResponseFormat.model_validate({"type": "json_object"}).at("format")
 
 
-def think_arguments(think: bool | str | None) -> dict[str, Any]:
-    """Return the template arguments for `think`."""
+def ollama_spec(
+    body: OllamaRequest, messages: Sequence[Message], options: tuple[Sampling, int | None, list[str]]
+) -> ChatSpec:
+    """Return what chat and generate ask for alike; `options`: as `read_options` returns them."""
+    sampling, limit, omitted = options
+    return ChatSpec(
+        messages=messages,
+        sampling=sampling,
+        omitted=omitted,
+        format=read_format(body),
+        arguments=_think_arguments(body.think),
+        limit=limit,
+        clipped=True,  # a limit larger than the context ends at the context, as with Ollama
+        top=body.top,
+    )
+
+
+def _think_arguments(think: bool | str | None) -> dict[str, Any]:
     if think is None or think == "":
         return {}
     if isinstance(think, bool):

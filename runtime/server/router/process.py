@@ -129,6 +129,6 @@ async def _announcement(stream: asyncio.StreamReader) -> dict[str, Any]:
     return {}
 
 
-def child_environment(environment: Mapping[str, str] = os.environ, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return `environment` without the variables `without`."""
-    return {name: value for name, value in environment.items() if name not in without}
+def child_environment(without: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment of this process without the variables `without`."""
+    return {name: value for name, value in os.environ.items() if name not in without}

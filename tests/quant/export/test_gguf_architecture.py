@@ -23,9 +23,8 @@ from tests.support.paths import PICO
 
 # Interleaved rows, scales as keys, a stored exponential, a tensor name without a suffix.
 DENSE = """
-from mycli.runtime.checkpoint.gguf.architecture import (
-    MODEL_TENSORS, PAIRED_TENSORS, Architecture, GgufKey, TensorRule, ValueChange
-)
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, GgufKey
+from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, PAIRED_TENSORS, TensorRule, ValueChange
 
 ARCHITECTURE = Architecture(
     name="toy-dense",
@@ -49,7 +48,8 @@ ARCHITECTURE = Architecture(
 """
 # Experts stacked in tensors of three dimensions.
 EXPERTS = """
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, GgufKey
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 
 def ffn(config):

@@ -1,6 +1,7 @@
 """The architectures of GGUF files, one declaration `ARCHITECTURE` per file.
 
-The file name is the registry: general.architecture with "-" written as "_".
+The file name is the registry: general.architecture with "-" written as "_", then maybe "__" and the kind of model, for
+several that llama.cpp gives one name.
 """
 
 import importlib
@@ -11,7 +12,6 @@ from dataclasses import replace
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.utils.json_fields import Fields
 
 
@@ -31,12 +31,12 @@ def architectures() -> Iterator[Architecture]:
 def read_architecture(metadata: Fields) -> Architecture:
     """Return the architecture that general.architecture names. Raises ModelError for one without a file."""
     name = metadata.text("general.architecture")
-    file = name.replace("-", "_")
-    architecture = _load(file) if file in _files() else None
-    if architecture is None or architecture.name != name:
+    kinds = [_load(file) for file in _files() if file.partition("__")[0] == name.replace("-", "_")]
+    if not any(architecture.name == name for architecture in kinds):
         supported = ", ".join(sorted({known.name for known in architectures()}))
         raise metadata.fail("general.architecture", f"{name!r} is not supported", f"supported: {supported}")
-    return architecture.of_file(metadata)
+    experts = metadata.integer(f"{name}.expert_count", 0, low=0) > 0
+    return next(architecture for architecture in kinds if architecture.reads(metadata, experts))
 
 
 def written_architecture(config: ModelConfig, outer_type: str = "") -> Architecture:
@@ -50,11 +50,10 @@ def written_architecture(config: ModelConfig, outer_type: str = "") -> Architect
     model_type = config.model_type
     for architecture in architectures():
         if model_type in architecture.written_types and architecture.writes(config):
-            written = architecture.of_kind(any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs))
-            if not written.recurrent_tensors:
-                return written
+            if not architecture.recurrent_tensors:
+                return architecture
             recurrent = frozenset(spec.index for spec in config.layer_specs if spec.recurrent is not None)
-            return replace(written, recurrent_layers=recurrent)
+            return replace(architecture, recurrent_layers=recurrent)
     raise ModelError(
         f"config.json: model_type {model_type!r} cannot be written as GGUF: llama.cpp has no architecture for it",
         "export to safetensors",

@@ -1,6 +1,6 @@
 """Trinity (Arcee AFM with experts): gated attention, norms around each part, sigmoid-routed experts."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.experts import (
     NORM_KEY,
@@ -8,17 +8,16 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
     require_norm,
     scale_key,
     shared_count_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     require_norm(model)
     return {
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
@@ -49,6 +48,7 @@ ARCHITECTURE = Architecture(
     ),
     # Every fourth layer has neither window nor positions; llama.cpp reads no pattern for the latter.
     slides=lambda layer: (layer + 1) % 4 != 0,
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=lambda config: {NORM_KEY.name: True, "expert_gating_func": SIGMOID},
 )

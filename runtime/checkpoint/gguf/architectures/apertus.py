@@ -1,13 +1,8 @@
 """Apertus: norms of queries and keys by head, and an MLP without a gate; the parameters of xIELU are metadata."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LLAMA_TENSORS,
-    QKV_BIASES,
-    Architecture,
-    TensorRule,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import QKV_BIASES, Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="apertus",

@@ -1,7 +1,8 @@
 """Arcee AFM: Llama with a squared-ReLU MLP without a gate."""
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 
 ARCHITECTURE = Architecture(
     name="arcee",

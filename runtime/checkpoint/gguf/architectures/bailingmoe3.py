@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LLAMA_TENSORS,
-    Architecture,
-    Config,
-    TensorRule,
-    ValueChange,
-)
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
     NORM_KEY,
@@ -16,7 +10,6 @@ from mycli.runtime.checkpoint.gguf.experts import (
     SIGMOID,
     expert_keys,
     expert_tensors,
-    require_gating,
     shared_size_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
@@ -29,6 +22,7 @@ from mycli.runtime.checkpoint.gguf.kimi_delta import (
     write_kimi_keys,
 )
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule, ValueChange
 from mycli.runtime.models.config import ModelConfig
 
 _TENSORS = {
@@ -45,7 +39,6 @@ _TENSORS = {
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     recurrent = read_recurrent_layers(model, config["num_hidden_layers"])
     return {
         **read_latent_keys(model, config["head_dim"]),
@@ -88,6 +81,7 @@ ARCHITECTURE = Architecture(
     recurrent_tensors={"ssm_g_a": _TENSORS["ssm_g_a"]},
     keys=(*expert_keys(), shared_size_key("moe_shared_expert_intermediate_size"), SCALE_KEY, NORM_KEY),
     by_layer=("attention.head_count_kv",),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=_write_keys,
 )

@@ -1,8 +1,9 @@
 """BitNet b1.58: Llama with norms before the output projection of attention and before `down`."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures.command_r import TIED_TENSORS
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="bitnet",

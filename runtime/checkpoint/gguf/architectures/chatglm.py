@@ -1,7 +1,8 @@
 """GLM-4-9B (2024) and GLM-Edge: gate and up in one tensor, half of each head rotated."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="chatglm",

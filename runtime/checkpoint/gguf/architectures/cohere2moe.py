@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LAYER_NORM_EPSILON,
-    LLAMA_TENSORS,
-    Architecture,
-    Config,
-)
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.command_r import LOGIT_SCALE
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.experts import (
@@ -18,13 +13,13 @@ from mycli.runtime.checkpoint.gguf.experts import (
     expert_keys,
     expert_tensors,
     experts_spec,
-    require_gating,
     require_norm,
     shared_count_key,
     shared_size,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import MlpSpec
 
@@ -32,7 +27,6 @@ _RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID, SOFTMAX)
     sigmoid = model.integer("expert_gating_func", SIGMOID) == SIGMOID
     if not sigmoid:
         require_norm(model)
@@ -80,6 +74,7 @@ ARCHITECTURE = Architecture(
     optional=("feed_forward_length",),  # of the layers without experts
     slides=lambda layer: layer % 4 != 0,
     pattern=True,
+    gating=(SIGMOID, SOFTMAX),
     read_config=_read_config,
     write_keys=_write_keys,
 )

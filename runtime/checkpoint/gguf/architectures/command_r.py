@@ -1,13 +1,8 @@
 """Command R and Aya 23: one LayerNorm before attention and MLP in parallel, scaled logits."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LAYER_NORM_EPSILON,
-    MODEL_TENSORS,
-    Architecture,
-    GgufKey,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, Architecture, GgufKey, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
+from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS
 
 LOGIT_SCALE = GgufKey("logit_scale", "logit_scale", float, required=True, write=lambda c: float(c.logit_scale))
 # llama.cpp takes the embedding as the head.

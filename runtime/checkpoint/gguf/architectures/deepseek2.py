@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
     NORM_KEY,
@@ -11,11 +11,11 @@ from mycli.runtime.checkpoint.gguf.experts import (
     SIGMOID,
     SOFTMAX,
     expert_tensors,
-    require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.kimi_delta import latent_attention
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
@@ -41,7 +41,6 @@ def _read_experts(model: GgufModel, config: Config) -> Config:
         "mlp_bias": any(name.endswith((".ffn_up.bias", ".ffn_up_shexp.bias")) for name in model.tensors),
         "num_experts": 0,  # the name that other families have for n_routed_experts
     }
-    require_gating(model, SIGMOID, SOFTMAX)
     default = SIGMOID if config["vocab_size"] == _GLM_VOCABULARY else SOFTMAX
     if model.integer("expert_gating_func", default) == SIGMOID:
         return {**sizes, "model_type": "deepseek_v3"}
@@ -145,6 +144,7 @@ ARCHITECTURE = Architecture(
         GgufKey(SCALE_KEY.name, SCALE_KEY.field, float, applies=_has_experts),
         GgufKey(NORM_KEY.name, NORM_KEY.field, bool, default=False, required=True, applies=_has_experts),
     ),
+    gating=(SIGMOID, SOFTMAX),
     read_config=_read_config,
     write_keys=_write_keys,
 )

@@ -1,6 +1,6 @@
 """dots.llm1: Qwen 3's attention, sigmoid-routed experts with a correction bias and shared experts."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, linear_biases
 from mycli.runtime.checkpoint.gguf.experts import (
     NORM_KEY,
     SCALE_KEY,
@@ -8,15 +8,14 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
     shared_count_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     return {**linear_biases(model, config), "sliding_window": None}
 
 
@@ -40,6 +39,7 @@ ARCHITECTURE = Architecture(
         SCALE_KEY,
         NORM_KEY,
     ),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=lambda config: {"expert_gating_func": SIGMOID},
 )

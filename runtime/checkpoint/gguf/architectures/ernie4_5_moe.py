@@ -1,23 +1,16 @@
 """ERNIE 4.5 with experts: softmax-routed with a correction bias, shared experts without a gate."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, GgufKey
 from mycli.runtime.checkpoint.gguf.experts import (
     SOFTMAX,
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
     shared_count_key,
     shared_size,
 )
-from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
-
-
-def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SOFTMAX)
-    return {}
-
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 ARCHITECTURE = Architecture(
     name="ernie4_5-moe",
@@ -34,7 +27,7 @@ ARCHITECTURE = Architecture(
         dense_layers_key("moe_layer_start_index"),
         GgufKey("interleave_moe_layer_step", "moe_layer_interval", write=lambda config: 1),
     ),
-    read_config=_read_config,
+    gating=(SOFTMAX,),
     # llama.cpp reads the shared experts by their size alone.
     write_keys=lambda config: {"expert_shared_feed_forward_length": shared_size(config)},
 )

@@ -1,8 +1,9 @@
 """EXAONE 4: norms after attention and MLP; with a window, no positions in layers without it."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 AFTER_TENSORS = {
     **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_norm", "ffn_norm")},

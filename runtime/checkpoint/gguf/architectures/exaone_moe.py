@@ -1,6 +1,6 @@
 """K-EXAONE: EXAONE 4's windows, sigmoid-routed experts with a correction bias, and shared experts."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
@@ -11,18 +11,11 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
     shared_count_key,
     shared_size,
 )
-from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
-
-
-def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
-    return {}
-
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 ARCHITECTURE = Architecture(
     name="exaone-moe",
@@ -46,7 +39,7 @@ ARCHITECTURE = Architecture(
     ),
     slides=lambda layer: (layer + 1) % 4 != 0,
     pattern=True,
-    read_config=_read_config,
+    gating=(SIGMOID,),
     write_keys=lambda config: {
         "expert_shared_feed_forward_length": shared_size(config),
         "expert_gating_func": SIGMOID,

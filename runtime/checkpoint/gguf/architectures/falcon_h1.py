@@ -3,14 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LLAMA_TENSORS,
-    MODEL_TENSORS,
-    QKV_BIASES,
-    Architecture,
-    Config,
-    TensorRule,
-)
+from mycli.runtime.checkpoint.gguf.architecture import QKV_BIASES, Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
@@ -20,6 +13,7 @@ from mycli.runtime.checkpoint.gguf.mamba import (
     read_hybrid_fields,
     write_mamba_keys,
 )
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 

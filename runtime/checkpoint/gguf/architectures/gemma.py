@@ -1,7 +1,8 @@
 """Gemma 1: Llama with gains stored as offsets from one, a GELU gate, and scaled embeddings."""
 
-from mycli.runtime.checkpoint.gguf.architecture import GAIN_PLUS_ONE, LLAMA_TENSORS, Architecture, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures.gemma2 import GEMMA_MODEL_TENSORS
+from mycli.runtime.checkpoint.gguf.tensor_rules import GAIN_PLUS_ONE, LLAMA_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="gemma",

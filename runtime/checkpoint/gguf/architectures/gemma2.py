@@ -1,16 +1,9 @@
 """Gemma 2: four norms a layer, capped logits, a sliding window in every second layer."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    GAIN_PLUS_ONE,
-    LLAMA_TENSORS,
-    MODEL_TENSORS,
-    Architecture,
-    Config,
-    GgufKey,
-    TensorRule,
-)
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.tensor_rules import GAIN_PLUS_ONE, LLAMA_TENSORS, MODEL_TENSORS, TensorRule
 
 GEMMA_MODEL_TENSORS = {**MODEL_TENSORS, "output_norm": TensorRule("model.norm", change=GAIN_PLUS_ONE)}
 GEMMA_LAYER_TENSORS = {

@@ -1,6 +1,7 @@
 """GLM-4-0414: norms before and after each part, gate and up in one tensor, half of each head rotated."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="glm4",

@@ -1,6 +1,6 @@
 """GLM 4.5 to 4.7 and Solar Open: sigmoid-routed experts with a correction bias, and a shared expert."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
     GROUP_KEYS,
@@ -10,14 +10,13 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
     shared_count_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     return {
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
@@ -43,6 +42,7 @@ ARCHITECTURE = Architecture(
         SCALE_KEY,
         NORM_KEY,
     ),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=lambda config: {"expert_gating_func": SIGMOID},
 )

@@ -2,18 +2,12 @@
 
 from collections.abc import Iterable
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    LLAMA_TENSORS,
-    Architecture,
-    Config,
-    RowRanges,
-    TensorRule,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
-from mycli.runtime.checkpoint.gguf.experts import SOFTMAX_WEIGHT, expert_keys, experts_spec, require_gating
+from mycli.runtime.checkpoint.gguf.experts import SOFTMAX_WEIGHT, expert_keys, experts_spec
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, RowRanges, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -23,7 +17,6 @@ def _gate_then_up(config: ModelConfig) -> Iterable[range]:
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SOFTMAX_WEIGHT)
     # There is no key for yarn's bounds, which are not rounded in any published model.
     rope = {**config["rope_parameters"], "truncate": False}
     return {"attention_bias": True, "rope_parameters": rope}
@@ -51,6 +44,7 @@ ARCHITECTURE = Architecture(
     },
     keys=(*expert_keys("num_local_experts", size=None), WINDOW_KEY),
     slides=lambda layer: layer % 2 == 0,
+    gating=(SOFTMAX_WEIGHT,),
     read_config=_read_config,
     write_keys=lambda config: {"expert_feed_forward_length": experts_spec(config).size},
 )

@@ -1,7 +1,8 @@
 """Granite 3 and 4, dense: Llama with four multipliers."""
 
-from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, PAIRED_TENSORS, Architecture, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, GgufKey, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 
 GRANITE_KEYS = (
     GgufKey("embedding_scale", "embedding_multiplier", float, write=lambda config: float(config.embedding_scale)),

@@ -2,20 +2,14 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    PAIRED_TENSORS,
-    Architecture,
-    Config,
-    TensorRule,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
 from mycli.runtime.checkpoint.gguf.architectures.granitemoe import SHARED_KEY
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, experts_spec, shared_size
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 _ROTATES = "attention.rope_pattern"

@@ -1,13 +1,6 @@
-"""Granite 4 H: Mamba-2 in the layers without key-value heads, a shared MLP, maybe with experts."""
+"""Granite 4 H with experts: Mamba-2 in the layers without key-value heads, and a shared MLP."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    PAIRED_TENSORS,
-    Architecture,
-    Config,
-    GgufKey,
-)
-from mycli.runtime.checkpoint.gguf.architectures import bamba
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, GgufKey
 from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
 from mycli.runtime.checkpoint.gguf.experts import expert_tensors, joined_shared_expert
 from mycli.runtime.checkpoint.gguf.header import GgufModel
@@ -18,11 +11,12 @@ from mycli.runtime.checkpoint.gguf.mamba import (
     read_hybrid_fields,
     write_granitehybrid_keys,
 )
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
 
-def _shared_size(config: ModelConfig) -> int:
+def shared_mlp_size(config: ModelConfig) -> int:
     mlp = config.layer_specs[0].mlp
     if isinstance(mlp, ExpertsSpec):
         return 0 if mlp.shared is None else mlp.shared.mlp.size
@@ -34,7 +28,8 @@ def _experts(config: ModelConfig) -> tuple[int, int]:
     return (len(mlp.experts), mlp.top_k) if isinstance(mlp, ExpertsSpec) else (0, 0)
 
 
-_TENSORS = {
+SHARED_LENGTH = "expert_shared_feed_forward_length"
+TENSORS = {
     **{name: rule for name, rule in PAIRED_TENSORS.items() if name not in ("ffn_gate", "ffn_up", "ffn_down")},
     **mamba_tensors("mamba"),
 }
@@ -56,19 +51,19 @@ ARCHITECTURE = Architecture(
     requires=(CONVOLUTION_BIAS, EXPANSION_OF_TWO),
     biases=(*ALL_BIASES, "ssm_conv1d"),
     layer_tensors={
-        **_TENSORS,
+        **TENSORS,
         **expert_tensors("block_sparse_moe", router="router.layer"),
-        **joined_shared_expert(size=_shared_size),
+        **joined_shared_expert(size=shared_mlp_size),
     },
-    without_key=("expert_shared_feed_forward_length", bamba.ARCHITECTURE),
-    dense_tensors={**_TENSORS, **joined_shared_expert("ffn_gate", "ffn_up", "ffn_down", _shared_size)},
+    reads=lambda metadata, experts: experts,
+    writes=lambda config: any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs),
     keys=(
         *GRANITE_KEYS,
         GgufKey(
             "expert_count", "num_local_experts", default=0, required=True, write=lambda config: _experts(config)[0]
         ),
         GgufKey("expert_used_count", "num_experts_per_tok", write=lambda config: _experts(config)[1]),
-        GgufKey("expert_shared_feed_forward_length", "shared_intermediate_size", required=True, write=_shared_size),
+        GgufKey(SHARED_LENGTH, "shared_intermediate_size", required=True, write=shared_mlp_size),
     ),
     by_layer=("attention.head_count_kv",),
     read_config=_read_config,

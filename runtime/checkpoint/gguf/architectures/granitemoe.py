@@ -1,16 +1,10 @@
 """Granite 3 with experts, and Granite 4 previews, which have a shared expert."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    PAIRED_TENSORS,
-    Architecture,
-    Config,
-    GgufKey,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, GgufKey, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, joined_shared_expert, shared_size
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 
 SHARED_KEY = GgufKey("expert_shared_feed_forward_length", "shared_intermediate_size", write=shared_size)
 

@@ -1,7 +1,8 @@
 """Hunyuan, dense: norms of queries and keys after the rotation."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 HUNYUAN_TENSORS = {
     **LLAMA_TENSORS,

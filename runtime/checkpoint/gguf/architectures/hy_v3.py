@@ -1,22 +1,21 @@
 """Hy 3: Qwen 3's attention; sigmoid-routed experts with a correction bias and a shared expert."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.experts import (
     SIGMOID,
     expert_keys,
     expert_tensors,
     layer_kinds,
-    require_gating,
     require_norm,
     scale_key,
     shared_size,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     require_norm(model)
     return {
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
@@ -38,6 +37,7 @@ ARCHITECTURE = Architecture(
         "exp_probs_b": TensorRule("mlp.expert_bias", suffixes={"": ""}),
     },
     keys=(*expert_keys(), scale_key("router_scaling_factor")),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=lambda config: {
         "expert_shared_feed_forward_length": shared_size(config),

@@ -1,6 +1,6 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without rotation in the others."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule, ValueChange
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
     SCALE_KEY,
@@ -8,7 +8,6 @@ from mycli.runtime.checkpoint.gguf.experts import (
     expert_keys,
     expert_tensors,
     experts_spec,
-    require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.kimi_delta import (
@@ -21,12 +20,12 @@ from mycli.runtime.checkpoint.gguf.kimi_delta import (
     write_kimi_keys,
 )
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule, ValueChange
 
 _EXPERTS = "block_sparse_moe"
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     recurrent = read_recurrent_layers(model, config["num_hidden_layers"])
     return {
         **read_latent_keys(model, config["head_dim"]),
@@ -75,6 +74,7 @@ ARCHITECTURE = Architecture(
     },
     keys=(*expert_keys(used="num_experts_per_token"), SCALE_KEY),
     by_layer=("attention.head_count_kv",),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=write_kimi_keys,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY, full_attention
 from mycli.runtime.checkpoint.gguf.experts import (
     NORM_KEY,
@@ -10,7 +10,6 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
     require_norm,
     scale_key,
     shared_size_key,
@@ -18,13 +17,13 @@ from mycli.runtime.checkpoint.gguf.experts import (
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import sliding_rope_keys, sliding_rope_parameters
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 _ROTATED_SLIDING = "rope.dimension_count_swa"
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     require_norm(model)
     heads = model.layer_values("attention.head_count", config["num_hidden_layers"])
     gate = model.tensors.get("blk.0.attn_gate.weight")
@@ -75,6 +74,7 @@ ARCHITECTURE = Architecture(
     slides=lambda layer: layer % 4 != 0,
     pattern=True,
     by_layer=("attention.head_count",),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=_write_keys,
 )

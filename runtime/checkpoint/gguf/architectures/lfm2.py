@@ -1,8 +1,9 @@
 """LFM2, dense: gated short convolutions in the layers without key-value heads."""
 
-from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
+from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import ShortConvSpec
 

@@ -13,14 +13,12 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     # llama.cpp divides weights by their sum, adds the bias and has no factor; it has no keys for these.
     return {**read_layer_types(model, config), "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 
@@ -37,6 +35,7 @@ ARCHITECTURE = Architecture(
     model_tensors=LFM2_MODEL_TENSORS,
     keys=(CONV_KEY, *expert_keys(), dense_layers_key("num_dense_layers")),
     by_layer=("attention.head_count_kv",),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=lambda config: {**write_layer_types(config), "expert_gating_func": SIGMOID},
 )

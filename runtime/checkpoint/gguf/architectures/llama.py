@@ -1,16 +1,10 @@
 """Llama, InternLM 3, IQuest-Coder, Mistral and Mixtral; window and experts tell the last two apart."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    PAIRED_TENSORS,
-    Architecture,
-    Config,
-    GgufKey,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, GgufKey, linear_biases
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, experts_spec
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 from mycli.runtime.models.config import ModelConfig
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
@@ -12,6 +12,7 @@ from mycli.runtime.checkpoint.gguf.mamba import (
     read_mamba_keys,
     write_mamba_keys,
 )
+from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 _FIELDS = {

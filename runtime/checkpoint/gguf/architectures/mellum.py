@@ -1,11 +1,12 @@
 """Mellum 2: Qwen 3 MoE with sliding windows in some layers, whose rotation is not scaled."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY, full_attention
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION, Requirement
 from mycli.runtime.checkpoint.gguf.rope import sliding_rope_keys, sliding_rope_parameters
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")  # llama.cpp has no layers without experts
 

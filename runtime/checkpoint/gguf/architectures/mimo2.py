@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
@@ -11,16 +11,15 @@ from mycli.runtime.checkpoint.gguf.experts import (
     expert_tensors,
     experts_spec,
     layer_kinds,
-    require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import sliding_rope_keys, sliding_rope_parameters
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
     layers = config["num_hidden_layers"]
     heads = model.layer_values("attention.head_count_kv", layers)
     slides = [bool(value) for value in model.layer_values("attention.sliding_window_pattern", layers)]
@@ -78,6 +77,7 @@ ARCHITECTURE = Architecture(
     pattern=True,
     slides=lambda layer: layer != 0 and (layer + 1) % 6 != 0,
     by_layer=("attention.head_count_kv",),
+    gating=(SIGMOID,),
     read_config=_read_config,
     write_keys=_write_keys,
 )

@@ -1,14 +1,8 @@
 """MiniMax-M2: norms over all heads of queries and keys, sigmoid-routed experts with a correction bias."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config
-from mycli.runtime.checkpoint.gguf.experts import SIGMOID, expert_keys, expert_tensors, experts_spec, require_gating
-from mycli.runtime.checkpoint.gguf.header import GgufModel
-
-
-def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
-    return {}
-
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
+from mycli.runtime.checkpoint.gguf.experts import SIGMOID, expert_keys, expert_tensors, experts_spec
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 ARCHITECTURE = Architecture(
     name="minimax-m2",
@@ -20,7 +14,7 @@ ARCHITECTURE = Architecture(
         **expert_tensors("block_sparse_moe", gate="w1", up="w3", down="w2", bias="e_score_correction_bias"),
     },
     keys=expert_keys("num_local_experts", size=None),
-    read_config=_read_config,
+    gating=(SIGMOID,),
     write_keys=lambda config: {
         "expert_gating_func": SIGMOID,
         "expert_feed_forward_length": experts_spec(config).size,

@@ -1,8 +1,9 @@
 """Ministral 3: Llama with yarn, and queries scaled by the position."""
 
-from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, PAIRED_TENSORS, Architecture, Config
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 from mycli.runtime.models.config import ModelConfig
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Config
 from mycli.runtime.checkpoint.gguf.architectures.deepseek2 import ARCHITECTURE as DEEPSEEK2
-from mycli.runtime.checkpoint.gguf.experts import SOFTMAX, require_gating
+from mycli.runtime.checkpoint.gguf.experts import SOFTMAX
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.models.config import ModelConfig
 
@@ -13,7 +13,6 @@ _SCALE, _LENGTH = "attention.temperature_scale", "attention.temperature_length"
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SOFTMAX)
     read = DEEPSEEK2.read_config(model, config)
     rope, scale = dict(read["rope_parameters"]), model.number(_SCALE, 0.0)
     if scale and model.integer(_LENGTH) != rope.get("original_max_position_embeddings"):
@@ -35,6 +34,7 @@ ARCHITECTURE = replace(
     name="mistral4",
     model_type="mistral4",
     written_types=("mistral4",),
+    gating=(SOFTMAX,),
     read_config=_read_config,
     write_keys=_write_keys,
 )

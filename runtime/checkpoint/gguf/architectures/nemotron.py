@@ -2,16 +2,13 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import (
     ALL_BIASES,
-    GAIN_PLUS_ONE,
     LAYER_NORM_EPSILON,
-    LLAMA_TENSORS,
-    MODEL_TENSORS,
     NORM_BIASES,
     Architecture,
-    TensorRule,
     linear_biases,
 )
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
+from mycli.runtime.checkpoint.gguf.tensor_rules import GAIN_PLUS_ONE, LLAMA_TENSORS, MODEL_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="nemotron",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, MODEL_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
@@ -11,6 +11,7 @@ from mycli.runtime.checkpoint.gguf.mamba import (
     read_mamba_keys,
     write_mamba_keys,
 )
+from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import AttentionSpec

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import QKV_BIASES, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import QKV_BIASES, Architecture, GgufKey
 from mycli.runtime.checkpoint.gguf.architectures.nemotron_h import (
     BY_LAYER,
     NEMOTRON_MODEL_TENSORS,
@@ -18,19 +18,13 @@ from mycli.runtime.checkpoint.gguf.experts import (
     expert_keys,
     expert_tensors,
     experts_spec,
-    require_gating,
     shared_size_key,
 )
-from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import CONVOLUTION_BIAS
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 _ROUTED = expert_tensors("mixer", shared="shared_experts", bias="gate.e_score_correction_bias")
-
-
-def _read_config(model: GgufModel, config: Config) -> Config:
-    require_gating(model, SIGMOID)
-    return read_layers(model, config, "moe")
 
 
 def _write_keys(config: ModelConfig) -> dict[str, Any]:
@@ -63,6 +57,7 @@ ARCHITECTURE = Architecture(
         NORM_KEY,
     ),
     by_layer=BY_LAYER,
-    read_config=_read_config,
+    gating=(SIGMOID,),
+    read_config=lambda model, config: read_layers(model, config, "moe"),
     write_keys=_write_keys,
 )

@@ -1,13 +1,8 @@
 """OLMo 1: Llama with LayerNorms without gain and bias; queries, keys and values may be clipped."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LAYER_NORM_EPSILON,
-    PAIRED_TENSORS,
-    Architecture,
-    GgufKey,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, Architecture, GgufKey, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 
 ARCHITECTURE = Architecture(
     name="olmo",

@@ -1,15 +1,8 @@
 """Phi-1, 1.5 and 2: attention and a GELU MLP in parallel after one LayerNorm, biases everywhere."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    LAYER_NORM_EPSILON,
-    LLAMA_TENSORS,
-    MODEL_TENSORS,
-    NORM_BIASES,
-    Architecture,
-    TensorRule,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, LAYER_NORM_EPSILON, NORM_BIASES, Architecture
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="phi2",

@@ -1,7 +1,8 @@
 """Phi-3, 3.5 and 4-mini: q, k and v in one tensor, gate and up in another; longrope in the larger contexts."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, GgufKey
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 PHI3_KEYS = (
     GgufKey(

@@ -1,17 +1,11 @@
 """Phi-3.5-MoE: Mixtral with LayerNorms and experts chosen by SparseMixer."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    LLAMA_TENSORS,
-    NORM_BIASES,
-    Architecture,
-    Config,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, NORM_BIASES, Architecture, Config, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.phi3 import PHI3_KEYS
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:

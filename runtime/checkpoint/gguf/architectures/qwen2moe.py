@@ -1,8 +1,9 @@
 """Qwen 1.5 and 2 with experts: a shared expert with a gate, weights that are not normalized."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, shared_size_key
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 SHARED_TENSORS = {
     **expert_tensors(shared="shared_expert"),

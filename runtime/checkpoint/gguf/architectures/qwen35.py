@@ -7,7 +7,7 @@ every key head, then the second of every key head.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowRanges, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures.qwen3next import (
     DELTA_MODEL_TENSORS,
     DELTA_TENSORS,
@@ -17,6 +17,7 @@ from mycli.runtime.checkpoint.gguf.architectures.qwen3next import (
     write_delta_keys,
 )
 from mycli.runtime.checkpoint.gguf.rope import position_sections
+from mycli.runtime.checkpoint.gguf.tensor_rules import RowRanges, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import DeltaNetSpec
 

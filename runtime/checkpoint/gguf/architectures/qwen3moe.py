@@ -1,8 +1,9 @@
 """Qwen 3 with experts: 30B-A3B, 235B-A22B, Coder."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 ARCHITECTURE = Architecture(
     name="qwen3moe",

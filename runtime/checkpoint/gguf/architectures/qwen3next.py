@@ -2,20 +2,19 @@
 
 from collections.abc import Iterable
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    GAIN_PLUS_ONE,
-    LLAMA_TENSORS,
-    MODEL_TENSORS,
-    Architecture,
-    Config,
-    RowRanges,
-    TensorRule,
-    ValueChange,
-)
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.qwen2moe import SHARED_TENSORS
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, shared_size_key
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import (
+    GAIN_PLUS_ONE,
+    LLAMA_TENSORS,
+    MODEL_TENSORS,
+    RowRanges,
+    TensorRule,
+    ValueChange,
+)
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import DeltaNetSpec
 

@@ -1,9 +1,10 @@
 """The text part of Qwen3-VL with experts: Qwen3 with experts and three positions a token."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.qwen2vl import read_image_positions, write_image_positions
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS
 
 ARCHITECTURE = Architecture(
     name="qwen3vlmoe",

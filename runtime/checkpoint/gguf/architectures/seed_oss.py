@@ -1,8 +1,9 @@
 """Seed-OSS: the norm before the MLP has the name of a norm after attention."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, linear_biases
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:

@@ -1,7 +1,8 @@
 """SmolLM3: Llama without rotation in every fourth layer."""
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS
 
 ARCHITECTURE = Architecture(
     name="smollm3",

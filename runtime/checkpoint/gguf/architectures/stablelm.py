@@ -1,14 +1,8 @@
 """StableLM 3B and StableLM 2: Llama with LayerNorms, a part of each head rotated, and optional parallel parts."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    LAYER_NORM_EPSILON,
-    LLAMA_TENSORS,
-    NORM_BIASES,
-    QKV_BIASES,
-    Architecture,
-    TensorRule,
-)
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, NORM_BIASES, QKV_BIASES, Architecture
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 _HEAD_NORM = "self_attn.{}_layernorm.norms.{{expert}}"
 ARCHITECTURE = Architecture(

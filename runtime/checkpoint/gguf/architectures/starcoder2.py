@@ -1,14 +1,8 @@
 """StarCoder2: Llama with LayerNorms, biases everywhere, and a GELU MLP without a gate; no window in llama.cpp."""
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    LAYER_NORM_EPSILON,
-    LLAMA_TENSORS,
-    NORM_BIASES,
-    Architecture,
-    TensorRule,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, LAYER_NORM_EPSILON, NORM_BIASES, Architecture
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
 ARCHITECTURE = Architecture(
     name="starcoder2",

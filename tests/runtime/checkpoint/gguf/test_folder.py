@@ -13,10 +13,11 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_Q, Architecture
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures import architectures
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
+from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_Q
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError

@@ -15,7 +15,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.engine.passes import FALLBACKS, Passes, compile_passes
+from mycli.runtime.engine.passes import COMPILERS, Compiler, Passes, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
 from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_captured, decline_waiting
 from mycli.runtime.engine.passes.cuda import CudaPass
@@ -174,7 +174,7 @@ def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
     """The captured pass is compiled only where the fused pass is not, since both serve the same work."""
     make(tmp_path, "llama", {**WIDE})
     model = load_bf16(tmp_path).model
-    assert {"captured"} == FALLBACKS
+    assert [name for name, compiler in COMPILERS.items() if compiler.fallback] == ["captured"]
     for fused in (True, False):
 
         def compile_fused(
@@ -187,7 +187,11 @@ def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
             assert isinstance(step, CapturedStep)
             return CudaPass(step, PlainPass(model), None, name="captured")
 
-        passes = compile_passes(model, compilers={"cuda": compile_fused, "captured": compile_captured})
+        compilers = {
+            "cuda": Compiler("cpu", lambda: compile_fused),  # noqa: B023  (reason: called before the next round)
+            "captured": Compiler("cpu", lambda: compile_captured, fallback=True),
+        }
+        passes = compile_passes(model, compilers=compilers)
         assert [way.name for way in passes.passes] == (["plain", "plain"] if fused else ["captured", "plain"])
         assert set(passes.declined) == (set() if fused else {"cuda"})
         chunk = Chunk([1], 3, (0,), 1)

@@ -14,7 +14,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.pass_choices import pass_choices
-from mycli.runtime.engine.passes import COMPILERS, compile_passes
+from mycli.runtime.engine.passes import COMPILERS, Compiler, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
@@ -56,7 +56,7 @@ def test_a_reply_runs_through_a_backend_that_is_registered_from_outside() -> Non
         made.append(CountingBackend(model))
         return made[0]
 
-    passes = compile_passes(model, compilers={"counting": compile_counting, **COMPILERS})
+    passes = compile_passes(model, compilers={"counting": Compiler("cpu", lambda: compile_counting), **COMPILERS})
     runner, request = ModelRunner(model, passes=passes), Request((5, 6, 7), limit=6)
     replies = [
         together(Engine(each, CacheShape.contiguous(32), model.config.vocab_size), [request])

@@ -2,16 +2,8 @@
 
 from collections.abc import Iterable
 
-from mycli.runtime.checkpoint.gguf.architecture import (
-    ALL_BIASES,
-    LLAMA_TENSORS,
-    MODEL_TENSORS,
-    Architecture,
-    Config,
-    RowRanges,
-    TensorRule,
-    linear_biases,
-)
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, linear_biases
+from mycli.runtime.checkpoint.gguf.architectures.granitehybrid import SHARED_LENGTH
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
@@ -20,6 +12,7 @@ from mycli.runtime.checkpoint.gguf.mamba import (
     read_hybrid_fields,
     write_granitehybrid_keys,
 )
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, RowRanges, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
@@ -52,6 +45,7 @@ ARCHITECTURE = Architecture(
     name="granitehybrid",
     model_type="bamba",
     written_types=("bamba",),
+    reads=lambda metadata, experts: not experts and not metadata.has(f"granitehybrid.{SHARED_LENGTH}"),
     requires=(CONVOLUTION_BIAS, EXPANSION_OF_TWO),
     biases=(*ALL_BIASES, "ssm_conv1d"),
     layer_tensors={
