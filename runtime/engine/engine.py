@@ -21,7 +21,6 @@ from mycli.runtime.engine.request_state import RequestState, TokensAhead
 from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
-from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import HiddenStateHook
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # what most replies do without
     from mycli.runtime.engine.beams import BeamGroup
     from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
     from mycli.runtime.engine.replies.whole_texts import WholeTexts
+    from mycli.runtime.engine.speculation import Speculator
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 _NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
@@ -49,7 +49,7 @@ class Engine:
         running: int | None = None,
         chunk: int | None = None,
         kept_blocks: int | None = None,
-        speculator: Speculator | None = None,
+        speculator: "Speculator | None" = None,
         store: "PrefixStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -236,8 +236,9 @@ class Engine:
             # A speculator compares the time of plain passes with that of drafts, and may need their hidden states.
             if self.runner.passes.makes_tokens and (self.speculator is None or self.speculator.rests):
                 ahead = self._ahead.next(scheduled, self._states, self.scheduler)
-            if ahead is None:
+            else:
                 self._ahead.drop()
+            if ahead is None:
                 outputs += self._run_pass(scheduled, began)
             else:
                 outputs += self._advance_ahead(scheduled, *ahead)
@@ -300,6 +301,8 @@ class Engine:
         """Run a pass over `chunks` and return its logits; keep the hidden states that requests ask for."""
         parts, hook = list(zip(scheduled, chunks, strict=True)), None
         if self.speculator is not None:
+            from mycli.runtime.engine.speculation import ComputedTokens
+
             hook = self.speculator.hidden_state_hook(
                 ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)
                 for part, chunk in parts
@@ -314,7 +317,9 @@ class Engine:
             self._states[part.sequence.id].keep_hidden(part, hidden[start:end])
         return logits
 
-    def _propose(self, speculator: Speculator, scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
+    def _propose(self, speculator: "Speculator", scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
+        from mycli.runtime.engine.speculation import DraftRequest
+
         requests = [
             DraftRequest(part.sequence.id, part.sequence.tokens, part.drafts, self._states[part.sequence.id].sampler)
             for part in scheduled

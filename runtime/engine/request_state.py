@@ -110,16 +110,16 @@ class TokensAhead:
     def next(
         self, scheduled: Sequence[ScheduledSequence], states: Mapping[int, RequestState], scheduler: Scheduler
     ) -> TokenSteps | None:
-        """Return the next tokens of the scheduled sequences; None if they are to be sampled from logits.
+        """Return the next tokens of the scheduled sequences; None, and `drop`, if they are to be sampled from logits.
 
         All must decode without drafts, with settings that a pass samples with.
         """
         settings, sequences = [], []
         for part in scheduled:
             sampling = states[part.sequence.id].device_sampling
-            if sampling is None or not part.is_decode or part.drafts:
-                return None
-            if not (sampling.plain_greedy or self._runner.passes.samples):
+            plain = part.is_decode and not part.drafts
+            if sampling is None or not plain or not (sampling.plain_greedy or self._runner.passes.samples):
+                self._steps = None
                 return None
             settings.append(sampling)
             sequences.append((part.sequence.id, tuple(part.sequence.table.blocks)))
