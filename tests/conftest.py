@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,14 @@ def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = sampler._bundled
     monkeypatch.setattr(sampler, "_bundled", lambda name: whole(name)[:SHORT_TEXT].rpartition("\n")[0])
+
+
+@pytest.fixture
+def quick_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read many configs in half of the time: transformers writes each out for its log, and we list our families."""
+    from transformers import PreTrainedConfig
+
+    from mycli.runtime.models import registry
+
+    monkeypatch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
+    monkeypatch.setattr(registry, "families", cache(registry.families))
