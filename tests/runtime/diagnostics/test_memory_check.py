@@ -130,7 +130,6 @@ def test_products_without_a_copy_for_prompts_are_reported(packed: Path) -> None:
     assert reported == [Declined("no-prompt-copy", {"count": 4 * layers, "kind": "fp8"})], "nothing is packed there"
 
 
-@pytest.mark.slow  # by default the bounds are tested with numbers below
 def test_a_wrong_prediction_is_caught() -> None:
     parts = measure_memory(
         open_model_folder(FOLDER), plan(dtype="float32"), Placement(torch.device("cpu"), torch.bfloat16)
