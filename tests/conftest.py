@@ -3,8 +3,9 @@
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_file_leaves() -> Iterator[None]:
+    """Exempt what outlives a file, such as imported modules, from later searches for garbage."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,3 +99,14 @@ def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = sampler._bundled
     monkeypatch.setattr(sampler, "_bundled", lambda name: whole(name)[:SHORT_TEXT].rpartition("\n")[0])
+
+
+@pytest.fixture
+def quick_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read many configs in half of the time: transformers writes each out for its log, and we list our families."""
+    from transformers import PreTrainedConfig
+
+    from mycli.runtime.models import registry
+
+    monkeypatch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
+    monkeypatch.setattr(registry, "families", cache(registry.families))

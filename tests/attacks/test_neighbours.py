@@ -130,7 +130,10 @@ ATTACKS |= {
         Attack(CHAT, chat(n=64, logprobs=True, top_logprobs=20, max_tokens=64, ignore_eos=True)),
         200,
     ),
-    "n of 60, 4 times": (Attack(CHAT, chat(n=60, max_tokens=64, ignore_eos=True), 4), 200),
+    **{
+        f"n of 60, {count} times": (Attack(CHAT, chat(n=60, max_tokens=64, ignore_eos=True), count), 200)
+        for count in (2, 4)
+    },
     "64 prompts of 1,400 tokens": (
         Attack(TEXT, {"prompt": [f"{i} " + "word " * 690 for i in range(64)], "max_tokens": 4, "ignore_eos": True}),
         200,
@@ -181,7 +184,7 @@ ATTACKS |= {
 QUICK = (
     *("schema allOf 40, 8 times", "prompt of -1", "prompts of one letter", "logit_bias"),
     *("schema of 3,000 properties", "compressed body", "400 messages of 100 calls", "400,000 chunks of one byte"),
-    "n of 60, 4 times",
+    "n of 60, 2 times",
 )
 
 

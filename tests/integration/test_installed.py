@@ -22,6 +22,12 @@ from tests.support.paths import PICO, ROOT
 from tests.support.platform_wheel import build
 
 QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
+PROGRAM = f"""
+import mycli.runtime.pico as pico
+print(*pico.__path__)
+from mycli.runtime import open_model
+print(open_model("pico").generate("{QUESTION}").text)
+"""
 SEVERAL = """
 import contextlib, io, json, sys
 from mycli.cli.main import main
@@ -82,26 +88,23 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return [json.loads(output) for output in json.loads(done.stdout)]
 
-    where = "import mycli.runtime.pico as pico; print(*pico.__path__)"
-    python = [str(program.parent / "python"), "-c", where]
-    location = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
+    python = [str(program.parent / "python"), "-c", PROGRAM]
+    printed = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout
+    location, _, reply = printed.partition("\n")
     assert (Path(location) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
+    assert ANSWER in reply
 
-    program_text = f"from mycli.runtime import open_model; print(open_model('pico').generate('{QUESTION}').text)"
-    python = [str(program.parent / "python"), "-c", program_text]
-    assert ANSWER in subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout
-
-    if kind == "wheel":
-        assert (program.parent.parent / "share" / "man" / "man1" / "mycli.1").is_file()
-    mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
-    assert ANSWER in mycli("run", "pico", QUESTION, "--temperature", "0")
-    if kind == "editable":  # it has the files of the checkout, and each part of the package was found
+    quantize = ("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
+    if kind == "editable":  # it has the files of the checkout, and each part of the package is found
+        mycli(*quantize)
         return
+    assert (program.parent.parent / "share" / "man" / "man1" / "mycli.1").is_file()
     (elsewhere / "prompts.txt").write_text(QUESTION + "\n")
     verify = ("spec", "verify", "pico", "pico-draft", "--prompts", "prompts.txt", "-n", "4", "--draws", "100", "--json")
-    lines = (("run", "./small", QUESTION, "--json", "-n", "4"), ("estimate", "./small", "--json"), verify)
-    reply, estimate, verified, doctor = together(*lines, ("doctor", "--json"))
-    assert reply["text"] and estimate["fits"] and verified["prompts"] == 1 and ANSWER in doctor["reply"]
+    run = ("run", "./small", QUESTION, "--json", "-n", "4")
+    lines = ((*quantize, "--json"), run, ("estimate", "./small", "--json"), verify)
+    _, short, estimate, verified, doctor = together(*lines, ("doctor", "--json"))
+    assert short["text"] and estimate["fits"] and verified["prompts"] == 1 and ANSWER in doctor["reply"]
     chat: pexpect.spawn[str] = pexpect.spawn(
         str(program),
         ["chat", "pico", "-t", "0"],

@@ -1,13 +1,15 @@
-"""Set a cache of compiled kernels for this test run."""
-
-import os
+"""Set the cache of compiled kernels for these tests."""
 
 import pytest
 
+from mycli.runtime.kernels.cpu.library.build import cache_folder
+
+# Triton names its entries by everything that a compiled kernel depends on, its own version included, so that only
+# kernels that changed are compiled again. It stands next to the native code of the tests, apart from the user's.
+FOLDER = cache_folder().with_name("triton-of-tests")
+
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a temporary cache folder instead of the one in the home folder; the processes of one run share it."""
-    base = tmp_path_factory.getbasetemp()
-    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(run / "triton"))
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a cache folder for tests instead of the one in the home folder."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(FOLDER))

@@ -1,6 +1,9 @@
 """Test `head="auto"`: both heads are measured, and the folder has the bytes of the recipe that names the chosen one."""
 
 import json
+from collections.abc import Callable
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization import head
 from mycli.runtime.quantization.head import HeadKl, read_head_kl
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.grids import chosen
 from tests.support.models import CPU, random_model, shorten_report
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -49,30 +53,52 @@ def with_head(recipe: Recipe, chosen: Head) -> Recipe:
     return Recipe(recipe.method, recipe.bits, recipe.group, head=chosen, samples=recipe.samples, seq=recipe.seq)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in-place"])
-@pytest.mark.parametrize("recipe", [RTN, GPTQ], ids=lambda recipe: recipe.method)
-@pytest.mark.parametrize(("limit", "chosen"), [(1e9, "int8"), (-1e9, "keep")])
+Named = Callable[[Recipe, Head], tuple[dict[str, Any], Source]]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Named:
+    """Return the card of a copy whose recipe names the head, and its source; each copy is made once, within a test."""
+    folder = tmp_path_factory.mktemp("named")
+    source = Source("someone/small", random_model(folder / "source"), None, None)
+
+    @cache
+    def make_once(recipe: Recipe, chosen: Head) -> tuple[dict[str, Any], Source]:
+        return made(source, folder / f"{recipe.method}-{chosen}", with_head(recipe, chosen)), source
+
+    return make_once
+
+
+def name_of(value: Any) -> str:
+    return str(value.method if isinstance(value, Recipe) else value[1] if isinstance(value, tuple) else value)
+
+
+EVERY = product((GPTQ, RTN), ((1e9, "int8"), (-1e9, "keep")), (False, True))
+QUICK = [(GPTQ, (1e9, "int8"), False), (GPTQ, (-1e9, "keep"), True)]
+QUICK += [(RTN, (1e9, "int8"), True), (RTN, (-1e9, "keep"), False)]
+
+
+@pytest.mark.parametrize(("recipe", "choice", "in_place"), chosen(EVERY, QUICK), ids=name_of)
 def test_the_folder_is_that_of_the_recipe_that_names_the_head(
-    source: Source,
+    named: Named,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     recipe: Recipe,
-    limit: float,
-    chosen: Head,
+    choice: tuple[float, Head],
     in_place: bool,
 ) -> None:
+    limit, head_of_copy = choice
     monkeypatch.setattr(head, "MAX_ADDED_KL", limit)
+    copies = {name: named(recipe, name) for name in ("keep", "int8")}
+    expected, source = copies[head_of_copy]
     auto = made(source, tmp_path / "auto", recipe, in_place=in_place)
-    named = made(source, tmp_path / "named", with_head(recipe, chosen))
-    other = made(source, tmp_path / "other", with_head(recipe, "int8" if chosen == "keep" else "keep"))
-    kl = {chosen: named, ("int8" if chosen == "keep" else "keep"): other}
-    expected = {name: card["card"]["divergence"]["kl"]["value"] for name, card in kl.items()}
-    assert auto["card"]["head"] == {**expected, "chosen": chosen}
-    assert auto["files"] == named["files"], "weights and config.json"
+    kl = {name: card["card"]["divergence"]["kl"]["value"] for name, (card, _) in copies.items()}
+    assert auto["card"]["head"] == {**kl, "chosen": head_of_copy}
+    assert auto["files"] == expected["files"], "weights and config.json"
     for part in ("size", "layers"):
-        assert auto[part] == named[part]
-    assert auto["card"] == {**named["card"], "head": auto["card"]["head"]}
-    assert ("lm_head" in open_model_folder(tmp_path / "auto").packings) is (chosen == "int8")
+        assert auto[part] == expected[part]
+    assert auto["card"] == {**expected["card"], "head": auto["card"]["head"]}
+    assert ("lm_head" in open_model_folder(tmp_path / "auto").packings) is (head_of_copy == "int8")
 
 
 def test_without_a_report_the_head_is_kept(source: Source, tmp_path: Path) -> None:

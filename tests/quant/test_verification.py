@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -188,33 +189,29 @@ def test_gptqmodel_reads_only_its_own_formats(tmp_path: Path) -> None:
         readers.load("gptqmodel").read(readers.Task(model, (1, 2), None))
 
 
-def test_transformers_finds_a_scale_of_a_packed_folder(tmp_path: Path, mycli: Mycli) -> None:
-    """A changed scale is the only fault, so all other weights are those of a folder that was quantized here."""
-    model = random_model(tmp_path / "dense", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
-    done = mycli(
-        "quantize", str(model), "--method", "rtn", "--group", "32", "--report", "none", "-o", str(tmp_path / "q")
-    )
-    assert done.returncode == 0, done.stderr
-    tensors = load_file(tmp_path / "q/model.safetensors")
-    name = next(name for name in tensors if name.endswith("q_proj.weight_scale"))
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    for file in (tmp_path / "q").iterdir():
-        (changed / file.name).write_bytes(file.read_bytes())
-    scales = tensors[name].clone()
-    scales[9, 0] = -scales[9, 0]
-    save_file({**tensors, name: scales}, changed / "model.safetensors", {"format": "pt"})
-    (fault,) = _verify(changed, "transformers", tmp_path / "q").faults
-    assert fault.row == 9 and fault.weight.endswith("q_proj.weight")
+def test_transformers_reads_packed_experts_and_finds_a_scale(tmp_path: Path) -> None:
+    """The way back of transformers from its joined experts fails for packed ones, which the reader has to avoid.
 
-
-def test_transformers_reads_packed_experts(tmp_path: Path) -> None:
-    """The way back of transformers from its joined experts fails for packed ones, which the reader has to avoid."""
+    The folder with a changed scale is read once: it has no fault itself, and this one beside the folder it was.
+    """
     make_exported(tmp_path / "mixture", "qwen3_moe-8top2")
     recipe = Recipe(method="rtn", bits=4, group=32)
     planned = plan.plan_quantization(Source("m", tmp_path / "mixture"), recipe, report="none")
-    verified = _verify(pipeline.quantize(planned, tmp_path / "q", CPU).folder, "transformers")
+    pipeline.quantize(planned, tmp_path / "q", CPU)
+    tensors = load_file(tmp_path / "q/model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight_scale"))
+    changed = tmp_path / "changed"
+    shutil.copytree(tmp_path / "q", changed)
+    scales = tensors[name].clone()
+    scales[9, 0] = -scales[9, 0]
+    save_file({**tensors, name: scales}, changed / "model.safetensors", {"format": "pt"})
+    reading, names = _reading(changed, "transformers")
+    opened = open_model_folder(changed)
+    tokens = tokens_to_score(opened.config.vocab_size)
+    verified = verify_reading(reading, names, opened, opened, tokens, EXACT)
     assert verified.weights == 102 and not verified.faults and not verified.logits_fail
+    (fault,) = verify_reading(reading, names, open_model_folder(tmp_path / "q"), opened, tokens, EXACT).faults
+    assert fault.row == 9 and fault.weight.endswith("q_proj.weight")
 
 
 class _Packed(torch.nn.Module):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+THOROUGH = bool(os.environ.get("MYCLI_THOROUGH"))  # set by `make test-all`
+
 
 def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Return every case, with those not in `quick` marked slow; cases with several arguments are tuples.
@@ -26,4 +28,4 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 def examples(quick: int, thorough: int) -> int:
     """Return the number of examples of a property to try; `thorough` if MYCLI_THOROUGH is set."""
-    return thorough if os.environ.get("MYCLI_THOROUGH") else quick
+    return thorough if THOROUGH else quick

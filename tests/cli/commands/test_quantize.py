@@ -40,7 +40,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MYCLI_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
-    shorten_report(monkeypatch, 2048)
+    shorten_report(monkeypatch, 1024)
     return tmp_path / "home"
 
 

@@ -32,6 +32,8 @@ from tests.support.gguf_exports import MULTIMODAL_NAMES, NAMES, READ_ALONE, make
 from tests.support.models import CPU
 from tests.support.more_expert_families import BY_LAYER_TYPE
 
+pytestmark = pytest.mark.usefixtures("quick_configs")
+
 WRITTEN = {family: known for known in architectures() for family in known.written_types}
 # The quick ones cover every way in which GGUF differs.
 QUICK = (

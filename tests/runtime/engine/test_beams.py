@@ -90,7 +90,9 @@ def searched(engine: Engine, requests: list[Request]) -> list[list[list[int]]]:
     return [[[token for part in outputs[number] for token in part.tokens] for number in group] for group in groups]
 
 
-@pytest.mark.parametrize("case", chosen([(case,) for case in CASES + QUICK], quick=[(case,) for case in QUICK]))
+@pytest.mark.parametrize(
+    "case", chosen([(case,) for case in dict.fromkeys(CASES + QUICK)], quick=[(case,) for case in QUICK])
+)
 def test_replies_are_those_of_transformers(
     case: tuple[int, int, float, Any], loaded: LoadedModel, reference: Any
 ) -> None:

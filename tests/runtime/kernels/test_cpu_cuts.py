@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, Stored
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.kernels.paged import KEY_BLOCK, Ragged, Scoring
 from mycli.runtime.kernels.registry import (
     ACTIVATION,
@@ -24,6 +26,8 @@ from mycli.runtime.kernels.registry import (
     ROW_WEIGHTS,
 )
 from tests.support.families import CASES, make
+from tests.support.grids import chosen
+from tests.support.native_code import VECTORS
 from tests.support.native_parts import WIDE, load_bf16, need_native_code, plain_passes
 from tests.support.random_tensors import normal
 
@@ -143,8 +147,13 @@ def last_logits(runner: ModelRunner, tokens: Sequence[int], pieces: Sequence[tup
     return logits
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_models(case: str, tmp_path: Path) -> None:
+# Every model with this machine's own vectors, and two kinds of layers with the oldest ones.
+RUNS = product(MODELS, VECTORS)
+QUICK_RUNS = [*((case, "native") for case in MODELS), ("gemma2-mqa-low-caps-untied", "avx2"), (MODELS[3], "avx2")]
+
+
+@pytest.mark.parametrize(("case", "vectors"), chosen(RUNS, QUICK_RUNS), indirect=["vectors"])
+def test_models(case: str, vectors: Native, tmp_path: Path) -> None:
     need_native_code()
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, "max_position_embeddings": 512})

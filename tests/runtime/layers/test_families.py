@@ -26,18 +26,22 @@ from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import ALIASES, CASES, LATER, QUICK, TOKENS, enliven, make
 from tests.support.family_parts import SMALL
-from tests.support.grids import chosen
+from tests.support.grids import THOROUGH, chosen
 from tests.support.models import CPU
+
+pytestmark = pytest.mark.usefixtures("quick_configs")
 
 WAYS: dict[str, list[int]] = {
     "prefill": [TOKENS],
     "chunks-of-7": [7] * -(-TOKENS // 7),
-    "chunks-of-23": [23] * -(-TOKENS // 23),
-    "prefill-then-steps": [11] + [1] * (TOKENS - 11),
-    "steps": [1] * TOKENS,
+    "steps-among-chunks": [*[1] * 5, 18, *[1] * 9, TOKENS - 32],
     "blocks-of-8-in-any-order": [17, 1, 1, *[7] * 3],
-    "blocks-of-1-in-any-order": [13, 1, *[9] * 2, *[1] * 8],
+    "blocks-of-1-in-any-order": [13, 1, *[9] * 2, *[1] * 3, TOKENS - 35],
 }
+STEPS_ALONE = [1] * TOKENS
+if THOROUGH:
+    WAYS |= {"chunks-of-23": [23] * -(-TOKENS // 23), "prefill-then-steps": [11] + [1] * (TOKENS - 11)}
+    WAYS |= {"steps": STEPS_ALONE}
 BLOCKS = {"blocks-of-8-in-any-order": 8, "blocks-of-1-in-any-order": 1}
 
 
@@ -80,7 +84,7 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
             out = reference(tokens[:, position : position + 1], past_key_values=past, use_cache=True)
             past = out.past_key_values
             parts.append(out.logits)
-    assert (whole(model, tokens, WAYS["steps"]) - torch.cat(parts, dim=1)).abs().max() <= 1e-4
+    assert (whole(model, tokens, STEPS_ALONE) - torch.cat(parts, dim=1)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("case", chosen(CASES, quick=CASES.keys() - LATER.keys()), ids=str)

@@ -24,6 +24,8 @@ from tests.support.models import CPU
 from tests.support.multimodal_configs import CONFIGS, UNTESTED
 from tests.support.multimodal_families import make_folder
 
+pytestmark = pytest.mark.usefixtures("quick_configs")
+
 STATED = (None, True, False)
 TIE = "tie_word_embeddings"
 
