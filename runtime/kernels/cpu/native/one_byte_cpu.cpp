@@ -24,7 +24,7 @@ template <int B> inline Ints times_zero(int32_t sum) {
 template <int B, int M, int N, int STEPS, int FIRST>
 inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& codes, int part, int64_t input, const Bytes& x, int64_t place,
                                                        Floats (&span)[M][N]) {
-    ByteSum<FITTING<B>> sum[M][N];
+    ByteSum<FITTING<B>, STEPS> sum[M][N];
     const int32_t* const start = x.units.sum + place;
     const int8_t* const at = x.bytes + input;
     const auto each = [](auto use) __attribute__((always_inline)) {
@@ -33,7 +33,7 @@ inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& 
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) use(m, n);
     };
-    each([&](int m, int n) { sum[m][n].sum = times_zero<B>(start[m]); });
+    each([&](int m, int n) { sum[m][n].begin(times_zero<B>(start[m])); });
 #pragma GCC unroll 8
     for (int q = 0; q < STEPS; q++) {
         Words code[N];
@@ -42,10 +42,12 @@ inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& 
         each([&](int m, int n) {
             int32_t four;
             memcpy(&four, at + m * x.stride + 4 * q, 4);
-            sum[m][n].add(q, STEPS, code[n], Ints{} + four);
+            sum[m][n].add(q, code[n], Ints{} + four);
         });
     }
-    each([&](int m, int n) { span[m][n] = add_byte_segment(sum[m][n].sum, spread_lanes(x.units.unit[place + m]), span[m][n]); });
+    each([&](int m, int n) {
+        span[m][n] = add_byte_segment(sum[m][n].end(times_zero<B>(start[m])), spread_lanes(x.units.unit[place + m]), span[m][n]);
+    });
 }
 
 // Scales and offsets of the spans of row blocks side by side, in order.
@@ -219,21 +221,26 @@ template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_
         for (int64_t s = 0; s < t.spans; s++, scales += PANEL, offsets += PANEL, shift += RUNS * M) {
             Floats span[M][ACROSS] = {};
             for (int run = 0; run < RUNS; run++, unit += M, start += M) {
-                ByteSum<FIT> sum[M][ACROSS];
-                each([&](int m, int v, const float*) { sum[m][v].begin(start[m]); });
+                ByteSum<FIT, STEPS> sum[M][ACROSS];
+                each([&](int m, int v, const float*) { sum[m][v].begin(Ints{} + start[m]); });
 #pragma GCC unroll 8
                 for (int q = 0; q < STEPS; q++, codes += PANEL, x += M) {
                     Words code[ACROSS];
 #pragma GCC unroll 2
-                    for (int v = 0; v < ACROSS; v++) code[v] = load_vector<Words>(codes + v * LANES);
+                    for (int v = 0; v < ACROSS; v++) {
+                        code[v] = load_vector<Words>(codes + v * LANES);
+                        if (VECTOR == 32) asm("" : "+x"(code[v]));  // GCC would load it again for each row
+                    }
 #pragma GCC unroll 6
                     for (int m = 0; m < M; m++) {
                         const Ints four = Ints{} + x[m];
 #pragma GCC unroll 2
-                        for (int v = 0; v < ACROSS; v++) sum[m][v].add(q, STEPS, code[v], four);
+                        for (int v = 0; v < ACROSS; v++) sum[m][v].add(q, code[v], four);
                     }
                 }
-                each([&](int m, int v, const float*) { span[m][v] = add_byte_segment(sum[m][v].sum, spread_lanes(unit[m]), span[m][v]); });
+                each([&](int m, int v, const float*) {
+                    span[m][v] = add_byte_segment(sum[m][v].end(Ints{} + start[m]), spread_lanes(unit[m]), span[m][v]);
+                });
             }
             if (!HELD) asm("" : "+r"(t.total));  // prevents spilling totals from span to span, which is slower
             each([&](int m, int v, float* at) {

@@ -15,10 +15,8 @@ namespace {
 // activations.
 #if WIDTH == 64
 constexpr int PART = 5, SIDE = 2;
-#elif WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
-constexpr int PART = 4, SIDE = 1;
 #elif WIDTH
-constexpr int PART = 2, SIDE = 1;
+constexpr int PART = 4, SIDE = 1;
 #else
 constexpr int PART = 1, SIDE = 1;
 #endif
@@ -91,13 +89,15 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
     }
 }
 
-// Rows up to which codes unpacked in registers beat a panel; without dot products of bytes a panel is better from few rows. More than
+// Rows up to which codes unpacked in registers beat a panel; without dot products of words a panel is better from few rows. More than
 // PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them next to
 // the dot products; Intel's have the same ports for both.
 #if WIDTH == 64 && defined(BF16_DOT)
 constexpr int64_t FEW = 128, BYTE_FEW = 128;
 #elif WIDTH == 64
 constexpr int64_t FEW = 8, BYTE_FEW = 16;
+#elif WIDTH == 32 && !defined(__AVXVNNI__)
+constexpr int64_t FEW = PART, BYTE_FEW = 12;
 #elif WIDTH
 constexpr int64_t FEW = PART, BYTE_FEW = PART;
 #else

@@ -97,17 +97,29 @@ template <int B> constexpr int BYTE_ZERO = SIGNED_BYTE_DOTS ? 0 : ZERO<B>;
 // none does, and the numbers are split in two.
 template <int B> constexpr int FITTING = !PAIR_SUMS || LARGEST<B> < 16 ? FOURS : LARGEST<B> < 32 ? 4 : LARGEST<B> < 64 ? 2 : 0;
 
-// The sum of the products of up to FOURS fours, in lanes of 32 bits.
-template <int FIT> struct ByteSum {
+// The sum of the products of COUNT fours, in lanes of 32 bits. It starts with what compensates for numbers that count from 0.
+template <int FIT, int COUNT> struct ByteSum {
     Ints sum;
 #if PAIR_SUMS
     Words part;
+    static constexpr bool ONE_PART = FIT >= COUNT;  // the sum takes no register before the end
+#else
+    static constexpr bool ONE_PART = false;
 #endif
-    // `start` is in every lane: a sum starts with what compensates for numbers that count from 0.
-    inline __attribute__((always_inline)) void begin(int32_t start) { sum = Ints{} + start; }
+    // Both take the same `start`.
+    inline __attribute__((always_inline)) void begin(Ints start) {
+        if (!ONE_PART) sum = start;
+    }
+    inline __attribute__((always_inline)) Ints end(Ints start) const {
+#if PAIR_SUMS
+        if (ONE_PART) return widened(part, 1) + start;
+#endif
+        (void)start;
+        return sum;
+    }
 
-    // Adds four `q` of `count`.
-    inline __attribute__((always_inline)) void add(int q, int count, Words codes, Ints x) {
+    // Adds four `q`.
+    inline __attribute__((always_inline)) void add(int q, Words codes, Ints x) {
 #if BYTE_DOTS && VECTOR == 64
         sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
 #elif BYTE_DOTS
@@ -120,7 +132,8 @@ template <int FIT> struct ByteSum {
             sum += widened(pairs(codes & nibble, x), 1) + widened(pairs((codes >> 4) & nibble, x), 16);
         } else {
             part = q % FIT ? part + pairs(codes, x) : pairs(codes, x);
-            if (q % FIT == FIT - 1 || q == count - 1) sum += widened(part, 1);
+            asm("" : "+x"(part));  // GCC would compute all products of a segment before it adds any, and spill most
+            if (!ONE_PART && (q % FIT == FIT - 1 || q == COUNT - 1)) sum += widened(part, 1);
         }
 #else
         uint8_t a[VECTOR];
