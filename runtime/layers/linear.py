@@ -15,6 +15,7 @@ from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
+from mycli.runtime.kernels.cpu.portable import portable_product
 from mycli.runtime.kernels.fp8 import Fp8Weight
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
@@ -73,6 +74,7 @@ class Linear(nn.Module):
         self.bias: Tensor | None = None
         self.matmuls: tuple[Matmul, ...] = ()
         self.prompt_copy: Matmul | None = None  # multiplies more than `PACKED_ROWS` rows
+        self.portable = False  # whether products have the same bits on every CPU
 
     def load(
         self,
@@ -101,7 +103,7 @@ class Linear(nn.Module):
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
         if any(spec.bias for spec in self.specs):
             self.bias = torch.cat([_read_bias(checkpoint, spec) for spec in self.specs]).to(device, dtype)
-        self.matmuls = tuple(matmuls)
+        self.matmuls = tuple(map(portable_product, matmuls)) if self.portable else tuple(matmuls)
 
     def weight(self) -> Tensor:
         """Return the dense weight [out_features, in_features]; a view if it is one dense tensor already."""
@@ -115,6 +117,8 @@ class Linear(nn.Module):
         """
         self.prompt_copy = None
         matmul = dense_matmul(weight) if isinstance(weight, Tensor) else weight
+        if matmul is not None and self.portable:
+            matmul = portable_product(matmul)
         self.matmuls = () if matmul is None else (matmul,)
 
     @property
@@ -222,7 +226,8 @@ class RoutedProduct:
 def _operand(linear: Linear) -> Matmul | Tensor | None:
     if linear.prompt_copy is not None:
         return None
-    return linear.matmul.dequantize() if isinstance(linear.matmul, DenseMatmul) else linear.matmul
+    dense = isinstance(linear.matmul, DenseMatmul) and not linear.portable
+    return linear.matmul.dequantize() if dense and linear.matmul is not None else linear.matmul
 
 
 def _operands(linears: Sequence[Linear]) -> tuple[ExpertWeights | None, Tensor | None]:

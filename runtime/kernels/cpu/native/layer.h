@@ -15,7 +15,7 @@
 
 // Defined in packed_cpu.cpp.
 EXPORT int packed_matmul(const Weight*, const void*, int32_t, int64_t, void*, int);
-EXPORT int dense_matmul(int32_t, const void*, int64_t, int64_t, const void*, int64_t, void*, int);
+EXPORT int dense_matmul(int32_t, const void*, int64_t, int64_t, const void*, int64_t, void*, int, int);
 
 namespace {
 
@@ -24,6 +24,7 @@ struct Product {
     const Weight* packed;  // or null
     const uint16_t* dense;  // else [outputs, inputs]
     int64_t outputs, inputs;
+    int64_t portable;  // of `dense`: see portable_dense.h
 };
 constexpr int64_t MAX_PRODUCTS = 3;
 struct Linear {
@@ -52,6 +53,7 @@ struct AttentionPart {
     float scale, softcap;
     int32_t interleaved, norms_rotated, makes_keys, makes_values;
     int64_t gated;  // after the query of each head the product has as many values, which gate the head's output
+    int64_t portable;  // see Attention
 };
 struct FeedForward {  // an MLP by itself
     Linear gate_up, down;
@@ -154,7 +156,7 @@ struct Rowwise {
             const bool direct = linear.count == 1 || rows == 1;
             uint16_t* to = direct ? y + column : spare;
             if (product.packed ? packed_matmul(product.packed, x, BF16, rows, to, threads)
-                           : dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, to, threads))
+                           : dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, to, int(product.portable), threads))
                 return false;
             if (!direct)
                 for (int64_t row = 0; row < rows; row++)
@@ -326,7 +328,7 @@ struct AttentionRun {
         Attention a{nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, part.sinks, attended, pass.starts,
                     pass.lengths, pass.table, pass.sequences, pass.table_width, cache.blocks, cache.block_size, cache.block_stride,
                     cache.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
-                    part.softcap, BF16, int32_t(cache.cache_type), BF16};
+                    part.softcap, BF16, int32_t(cache.cache_type), BF16, int32_t(part.portable)};
         if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;
         int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
         rotary_rows(pass, at);
