@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.registry import HEAD_PRODUCT, ROW_WEIGHTS
+from mycli.runtime.kernels.registry import HEAD_PRODUCT, PORTABLE_HEAD_PRODUCT, ROW_WEIGHTS
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps
 from mycli.runtime.layers.linear import Linear

@@ -4,6 +4,7 @@ from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.cpu import CpuPass
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.portable import decline_portable
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.linear import Linear
@@ -37,4 +38,4 @@ def differing_parts(model: Transformer) -> list[str]:
 
 
 def _is_dense(linear: Linear) -> bool:
-    return any(isinstance(matmul, DenseMatmul) for matmul in linear.matmuls)
+    return any(isinstance(matmul, DenseMatmul | TableMatmul) for matmul in linear.matmuls)

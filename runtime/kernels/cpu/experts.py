@@ -98,7 +98,7 @@ def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None 
 def native_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
 ) -> Tensor | Declined:
-    """`reference.routed_product` for weights of one kind: `CpuMatmul`, `TableMatmul`, `PortableMatmul`, or dense like x."""
+    """`reference.routed_product` for weights of one kind: packed, tables, `PortableMatmul`, or dense like x."""
     if x.device.type != "cpu" or x.requires_grad:
         return _NOT_CPU
     if isinstance(weights[0], Tensor) and x.dtype == torch.float32:

@@ -26,7 +26,7 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 class CProduct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("packed", "dense")),
+        *((name, c_void_p) for name in ("packed", "dense", "table")),
         *((name, c_int64) for name in ("outputs", "inputs", "portable")),
     ]
 

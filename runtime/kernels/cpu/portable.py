@@ -9,6 +9,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, Native
 from mycli.runtime.kernels.cpu.matmul import multiply_dense
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul
 
@@ -39,8 +40,10 @@ class PortableMatmul(DenseMatmul):
 
 
 def portable_product(matmul: Matmul) -> Matmul:
-    """Return the product of a dense weight with the same bits on every processor; other products as they are."""
+    """Return the product of a dense or table weight with the same bits on every processor; others as they are."""
     library = build.native()
+    if isinstance(matmul, TableMatmul):
+        matmul.make_portable()
     if not isinstance(matmul, DenseMatmul) or isinstance(library, Declined):
         return matmul
     weight = matmul.dequantize()

@@ -11,6 +11,7 @@
 #include "attention/attention_task.h"
 #include "products/few_rows.h"
 #include "products/packed_tiles.h"
+#include "products/table.h"
 #include "steps.h"
 
 // Defined in packed_cpu.cpp.
@@ -21,8 +22,10 @@ namespace {
 
 // The structures are mirrored by layer.py.
 struct Product {
-    const Weight* packed;  // or null
-    const uint16_t* dense;  // else [outputs, inputs]
+    // One of these, the others are null.
+    const Weight* packed;
+    const uint16_t* dense;  // [outputs, inputs]
+    const TableWeight* table;
     int64_t outputs, inputs;
     int64_t portable;  // of `dense`: see portable_dense.h
 };
@@ -149,15 +152,29 @@ struct Rowwise {
 #endif
     }
 
+    // x and y in fp32 between. Returns false without memory.
+    bool multiply_table(const TableWeight& t, const uint16_t* x, uint16_t* y) const try {
+        std::vector<float> inputs(size_t(rows * t.inputs)), outputs(size_t(rows * t.rows));
+        for (int64_t i = 0; i < rows * t.inputs; i++) inputs[size_t(i)] = from_bf16(x[i]);
+        table_product(t, inputs.data(), rows, outputs.data(), threads);
+        for (int64_t i = 0; i < rows * t.rows; i++) y[i] = to_bf16(outputs[size_t(i)]);
+        return true;
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    bool multiply_product(const Product& product, const uint16_t* x, uint16_t* y) const {
+        if (product.table) return multiply_table(*product.table, x, y);
+        if (product.packed) return !packed_matmul(product.packed, x, BF16, rows, y, threads);
+        return !dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, y, int(product.portable), threads);
+    }
+
     bool multiply_separately(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
         int64_t column = 0;
         for (int64_t i = 0; i < linear.count; i++) {
             const Product& product = linear.parts[i];
             const bool direct = linear.count == 1 || rows == 1;
             uint16_t* to = direct ? y + column : spare;
-            if (product.packed ? packed_matmul(product.packed, x, BF16, rows, to, threads)
-                           : dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, to, int(product.portable), threads))
-                return false;
+            if (!multiply_product(product, x, to)) return false;
             if (!direct)
                 for (int64_t row = 0; row < rows; row++)
                     memcpy(y + row * linear.outputs + column, to + row * product.outputs, size_t(product.outputs) * 2);
