@@ -63,6 +63,7 @@ REASONS: Mapping[str, str] = {
     "that 8-bit products do not take",
     "weights-decoded-every-pass": "no kernel multiplies {packing} weights here; each pass decodes them, which is slow "
     "({kernel}: {reason})",
+    "computes-embeddings": "torch computes embeddings, in sums that differ between processors",
     "no-fused-multiply-add": "this processor has no fused multiply-add",
     # bits of activations
     "activations-portable": "what 8 bits change was not measured by the model's author, and each machine may choose "

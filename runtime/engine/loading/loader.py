@@ -73,7 +73,7 @@ def load_model(
     release_free_memory()  # the buffers that weights were read into: a tenth of a packed model
     passes = compile_passes(model, placement.kv, warn)
     if placement.portable:
-        require_portable(model, passes)
+        require_portable(folder, model, passes)
     return ModelRunner(model, placement.kv, passes, activations)
 
 

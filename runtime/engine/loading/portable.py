@@ -1,5 +1,6 @@
 """Checks whether a loaded model computes the same bits on every CPU, and what differs otherwise."""
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.cpu import CpuPass
 from mycli.runtime.errors import Declined, ModelError
@@ -19,9 +20,11 @@ def decline_model(model: Transformer, passes: Passes) -> Declined | None:
     return declined or next((candidate.declined for candidate in native), None)
 
 
-def require_portable(model: Transformer, passes: Passes) -> None:
+def require_portable(folder: ModelFolder, model: Transformer, passes: Passes) -> None:
     """Raise ModelError unless all of the model is computed with portable bits."""
     declined = decline_model(model, passes)
+    if folder.embedding is not None:
+        declined = Declined("computes-embeddings")
     if declined is not None:
         data = {"declined": declined}
         raise ModelError("this model has no portable bits on this machine", code="without-portable-bits", data=data)
