@@ -96,13 +96,13 @@ def _portable(runner: "ModelRunner") -> dict[str, Any]:
     return {"declined": None if declined is None else reason(declined), "differing": differing_parts(runner.model)}
 
 
-def _portable_text(found: dict[str, Any]) -> str:
+def _portable_text(portable: dict[str, Any]) -> str:
     """Whether the model has the same bits on every CPU, with and without the option, and why not."""
-    if found["declined"] is not None:
-        return f"not available: {found['declined']}"
-    if not found["differing"]:
+    if portable["declined"] is not None:
+        return f"not available: {portable['declined']}"
+    if not portable["differing"]:
         return "on every CPU with --portable-bits; without it on CPUs without AMX"
-    first, count = found["differing"][0], pluralize(len(found["differing"]), "product")
+    first, count = portable["differing"][0], pluralize(len(portable["differing"]), "product")
     return f"on every CPU with --portable-bits; without it {count} differ, such as {first}"
 
 

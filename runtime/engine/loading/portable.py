@@ -26,8 +26,8 @@ def require_portable(folder: ModelFolder, model: Transformer, passes: Passes) ->
     if folder.embedding is not None:
         declined = Declined("computes-embeddings")
     if declined is not None:
-        data = {"declined": declined}
-        raise ModelError("this model has no portable bits on this machine", code="without-portable-bits", data=data)
+        message = "this model has no portable bits on this machine"
+        raise ModelError(message, code="without-portable-bits", data={"declined": declined})
 
 
 def differing_parts(model: Transformer) -> list[str]:

@@ -17,7 +17,7 @@ template <class T> struct Dense {  // T: float, or uint16_t for bf16
 
 // ---- Vectors: a register tile is up to HIGH rows times ACROSS outputs ----
 
-// Sums of one vector, and how many of them a register tile has.
+// Sums of one vector each, and the size of a register tile.
 struct OneVector {
     typedef Floats Sum;
     static constexpr int ACROSS = 4, HIGH = VECTOR == 64 ? 6 : 3;
