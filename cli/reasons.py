@@ -63,7 +63,11 @@ REASONS: Mapping[str, str] = {
     "that 8-bit products do not take",
     "weights-decoded-every-pass": "no kernel multiplies {packing} weights here; each pass decodes them, which is slow "
     "({kernel}: {reason})",
+    "computes-embeddings": "torch computes embeddings, in sums that differ between processors",
+    "no-fused-multiply-add": "this processor has no fused multiply-add",
     # bits of activations
+    "activations-portable": "what 8 bits change was not measured by the model's author, and each machine may choose "
+    "otherwise",
     "activations-requested": "requested",
     "activations-not-measured": "the model's card does not say what 8 bits add",
     "activations-add": "8 bits add {added:.1%} of the model's KL; the limit is {most:.0%}",

@@ -28,6 +28,7 @@ from mycli.runtime.utils.units import human_bytes, pluralize
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.selftest import KernelFinding
+    from mycli.runtime.engine.model_runner import ModelRunner
     from mycli.runtime.engine.pass_choices import PassChoice
 
 EXAMPLES = (
@@ -99,6 +100,23 @@ def _show_kernels(call: Call, kernels: Sequence[dict[str, Any]]) -> None:
 
 def _warm_text(passes: int) -> str:
     return f"kernels of {passes} passes compiled and kept" if passes else "nothing to compile on this device"
+
+
+def _portable(runner: "ModelRunner") -> dict[str, Any]:
+    from mycli.runtime.engine.loading.portable import decline_model, differing_parts
+
+    declined = decline_model(runner.model, runner.passes)
+    return {"declined": None if declined is None else reason(declined), "differing": differing_parts(runner.model)}
+
+
+def _portable_text(portable: dict[str, Any]) -> str:
+    """Whether the model has the same bits on every CPU, with and without the option, and why not."""
+    if portable["declined"] is not None:
+        return f"not available: {portable['declined']}"
+    if not portable["differing"]:
+        return "on every CPU with --portable-bits; without it on CPUs without AMX"
+    first, count = portable["differing"][0], pluralize(len(portable["differing"]), "product")
+    return f"on every CPU with --portable-bits; without it {count} differ, such as {first}"
 
 
 def _verdict(kernel: dict[str, Any]) -> str:
@@ -211,6 +229,7 @@ def doctor(
         if warm:
             warmed = warm_up_engine(call, opened)
         choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
+        portable = _portable(opened.model.runner)
         if save:
             golden = upgrade_guard.save_record(call, opened)
         elif compare or due_record(opened) is not None:
@@ -224,12 +243,14 @@ def doctor(
     answer["best_bandwidth_gb_per_second"] = best
     if warm:
         answer["warm_passes"] = warmed
+    answer["portable_bits"] = portable
     answer["activation_bits"] = None if rounding is None else rounding.bits
     if not call.out.answered(answer):
         rows = [
             ("runs on", f"{placement.device}, {placement.dtype}"),
             *_path(placement),
             *([] if rounding is None else [("activations", activation_text(rounding))]),
+            ("portable bits", _portable_text(portable)),
             *([("warm-up", _warm_text(warmed))] if warm else []),
             ("bandwidth", _bandwidth_text(bandwidth, best, datasheet(name))),
         ]

@@ -168,6 +168,7 @@ def _refuse_own_options(
         "--adapter": config.adapter is not None,
         "--shadow": config.prompt_copy == "16bit",
         "--fp8-prompts": config.prompt_copy == "fp8",
+        "--portable-bits": config.portable,
         "--allow-nonfinite": config.allow_nonfinite,
         "--prefix-cache-dir": config.prefix_folder is not None,
     }

@@ -163,6 +163,9 @@ ActivationKind = Annotated[
         "Bits of activations next to packed weights on a CPU; auto: 8 where card or measurement allow it.",
     ),
 ]
+PortableBits = Annotated[
+    bool, flag("--portable-bits", "On a CPU: compute the same bits as every other CPU; dense models run slower.")
+]
 Shadow = Annotated[bool, flag("--shadow", "On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")]
 Fp8Prompts = Annotated[
     bool,

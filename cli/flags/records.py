@@ -39,6 +39,7 @@ class RunFlags:
     dtype: options.Precision = "auto"
     kv: options.CacheKind = "auto"
     activations: options.ActivationKind = "auto"
+    portable_bits: options.PortableBits = False
     shadow: options.Shadow = False
     fp8_prompts: options.Fp8Prompts = False
     expert_memory: options.ExpertMemory = None
@@ -51,6 +52,7 @@ class RunFlags:
             dtype=FLOATS.get(dtype),
             kv=options.choice("--kv", self.kv, KV),
             activations=options.choice("--activations", self.activations, ACTIVATION_KINDS),
+            portable=self.portable_bits,
             sequences=sequences,
             running=running,
             prompt_copy=self._prompt_copy(),
@@ -68,6 +70,7 @@ class RunFlags:
         words = ["--device", self.device, "--dtype", self.dtype, "--kv", self.kv]
         words += ["--shadow"] * self.shadow + ["--fp8-prompts"] * self.fp8_prompts
         words += [] if self.activations == "auto" else ["--activations", self.activations]
+        words += ["--portable-bits"] * self.portable_bits
         words += [] if self.adapter is None else ["--adapter", self.adapter]
         return words + ([] if self.expert_memory is None else ["--expert-memory", f"{self.expert_memory}B"])
 

@@ -38,6 +38,7 @@ class Placement:
     prompt_copy: PromptCopy = "none"  # of packed weights, for passes of many rows
     details: tuple[str, ...] = ()  # notes of less interest, such as why a machine without a GPU uses the CPU
     activations: Activations = "auto"  # bits of the integers that CPU kernels round bf16 activations to
+    portable: bool = False  # whether results have the same bits on every CPU
     unpacked: Declined | None = None  # why packed weights are stored in `dtype`; None: kernels multiply them packed
 
     @property
@@ -99,6 +100,7 @@ def place(
     *,
     prompt_copy: PromptCopy = "none",
     activations: Activations = "auto",
+    portable: bool = False,
 ) -> Placement:
     """Choose device and dtype for `config`; `dtype` None is the model's own if the device runs it well.
 
@@ -108,6 +110,10 @@ def place(
     notes, details = (reasons, ()) if reasons and _has_gpu() else ((), reasons)
     precision = torch_dtype(dtype or config.dtype)
     _check_prompt_copy(prompt_copy, chosen, precision)
+    if portable and chosen.type != "cpu":
+        raise UsageError(f"portable bits are computed on the CPU only, not on {chosen}", code="portable-on-cpu")
+    if portable and precision == torch.float32:
+        raise UsageError("portable bits need activations in bfloat16, not float32", code="portable-in-bf16")
     if dtype is None and chosen.type == "cpu" and precision == torch.float16:
         precision, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
     unpacked = decline_packed(chosen)
@@ -115,7 +121,7 @@ def place(
     if dtype is None and unpacked is not None and precision == torch.bfloat16:
         precision, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
     use_device(chosen)
-    return Placement(chosen, precision, notes, kv, prompt_copy, details, activations, unpacked)
+    return Placement(chosen, precision, notes, kv, prompt_copy, details, activations, portable, unpacked)
 
 
 def _check_prompt_copy(kind: PromptCopy, device: torch.device, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ class EngineConfig:
     dtype: Dtype | None = None  # of activations; None: the model's own
     kv: KvDtype = "auto"  # of the KV cache
     activations: Activations = "auto"  # bits of the integers that CPU kernels round bf16 activations to
+    portable: bool = False  # compute the same bits on every CPU
     context: int | None = None  # tokens per sequence; None: the model's own, at most 8192, or what fits
     sequences: int = 1  # sequences of full length that the cache holds
     running: int | None = None  # sequences that share this cache; None: `sequences`
@@ -48,4 +49,5 @@ class EngineConfig:
             self.kv,
             prompt_copy=self.prompt_copy,
             activations=self.activations,
+            portable=self.portable,
         )

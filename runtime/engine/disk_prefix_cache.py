@@ -43,6 +43,7 @@ def identity(folder: ModelFolder, runner: ModelRunner, context: int) -> bytes:
         "kv": runner.kv,
         "activations": None if runner.activations is None else [runner.activations.bits, runner.activations.widest],
         "prompt_copy": runner.model.prompt_copy,
+        "portable": runner.model.portable,
         "piece": PIECE,
         "context": context if stretched else None,
     }

@@ -28,6 +28,7 @@ class Ragged:
     tokens: int | None = None
     counts: Tensor | None = None
     known: tuple[int, ...] | None = None
+    portable: bool = False  # the same bits on every CPU
 
 
 @dataclass(frozen=True)

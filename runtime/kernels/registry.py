@@ -87,11 +87,11 @@ def _fp32_inference(
     return cast("Callable[Concatenate[Tensor, _P], Tensor | Declined]", wrapped)  # `wraps` hides its type
 
 
-def _late(module: str, name: str) -> Callable[..., Any]:
+def _late(module: str, name: str, **options: object) -> Callable[..., Any]:
     # Imported when it is first tried: no GPU code where the native kernels compute everything, and no kernels of layers
     # that a model does not have.
     def kernel(*arguments: object) -> object:
-        return getattr(import_module(f"mycli.runtime.{module}"), name)(*arguments)
+        return getattr(import_module(f"mycli.runtime.{module}"), name)(*arguments, **options)
 
     kernel.__name__ = name
     return kernel
@@ -138,6 +138,10 @@ LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Ten
 HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 HEAD_PRODUCT = Operation(
     "product by heads", (_fp32_inference(_late("kernels.cpu.latent", "native_head_product")), reference.head_product)
+)
+PORTABLE_HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
+PORTABLE_HEAD_PRODUCT = Operation(
+    "portable product by heads", (_late("kernels.cpu.latent", "native_head_product", portable=True),)
 )
 VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation(
     "packing of vectors", (native_pack_int4, _late("cache.int4", "pack_int4"))

@@ -124,11 +124,12 @@ class PagedAttention:
     if it has several.
     """
 
-    def __init__(self, batch: Batch, cache: KVCache) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, portable: bool = False) -> None:
+        """portable: with the same bits on every CPU."""
         self._batch, self._cache = batch, cache
         self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
         known = tuple(chunk.count for chunk in batch.chunks)
-        self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table, known=known)
+        self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table, known=known, portable=portable)
 
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None

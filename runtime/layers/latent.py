@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.registry import HEAD_PRODUCT, ROW_WEIGHTS
+from mycli.runtime.kernels.registry import HEAD_PRODUCT, PORTABLE_HEAD_PRODUCT, ROW_WEIGHTS
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps
 from mycli.runtime.layers.linear import Linear
@@ -131,8 +131,9 @@ class LatentAttention(LayerPart):
         self, query_rest: Tensor, query_rotated: Tensor, latent: Tensor, rotated: Tensor, context: PassContext
     ) -> Tensor:
         weight = self.absorbed
-        query = HEAD_PRODUCT(query_rest[0], weight.keys)
+        multiply = PORTABLE_HEAD_PRODUCT if self.o.portable else HEAD_PRODUCT
+        query = multiply(query_rest[0], weight.keys)
         read = context.attention.attend_latent(
             self.layer, self.spec, (query, query_rotated[0]), (latent[0], rotated[0])
         )
-        return HEAD_PRODUCT(read, weight.values).flatten(1)[None]
+        return multiply(read, weight.values).flatten(1)[None]

@@ -80,6 +80,7 @@ class Linear(nn.Module):
         self.bias: Tensor | None = None
         self.matmuls: tuple[Matmul, ...] = ()
         self.prompt_copy: Matmul | None = None  # multiplies more than `PACKED_ROWS` rows
+        self.portable = False  # whether products have the same bits on every CPU
 
     def load(
         self,
@@ -108,7 +109,7 @@ class Linear(nn.Module):
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
         if any(spec.bias for spec in self.specs):
             self.bias = torch.cat([_read_bias(checkpoint, spec) for spec in self.specs]).to(device, dtype)
-        self.matmuls = tuple(matmuls)
+        self._keep(matmuls)
 
     def weight(self) -> Tensor:
         """Return the dense weight [out_features, in_features]; a view if it is one dense tensor already."""
@@ -122,7 +123,14 @@ class Linear(nn.Module):
         """
         self.prompt_copy = None
         matmul = dense_matmul(weight) if isinstance(weight, Tensor) else weight
-        self.matmuls = () if matmul is None else (matmul,)
+        self._keep(() if matmul is None else (matmul,))
+
+    def _keep(self, matmuls: Iterable[Matmul]) -> None:
+        if self.portable:
+            from mycli.runtime.kernels.cpu.portable import portable_product  # an option
+
+            matmuls = map(portable_product, matmuls)
+        self.matmuls = tuple(matmuls)
 
     @property
     def matmul(self) -> Matmul | None:
@@ -228,7 +236,8 @@ class RoutedProduct:
 def _operand(linear: Linear) -> Matmul | Tensor | None:
     if linear.prompt_copy is not None:
         return None
-    return linear.matmul.dequantize() if isinstance(linear.matmul, DenseMatmul) else linear.matmul
+    dense = isinstance(linear.matmul, DenseMatmul) and not linear.portable
+    return linear.matmul.dequantize() if dense and linear.matmul is not None else linear.matmul
 
 
 def _operands(linears: Sequence[Linear]) -> tuple[ExpertWeights | None, Tensor | None]:

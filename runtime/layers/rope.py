@@ -16,10 +16,13 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
 
 
-def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device) -> Tensor:
+def frequencies(
+    spec: RopeSpec, length: int, context: int, device: torch.device, precise: torch.dtype = torch.float32
+) -> Tensor:
     """Return inverse frequencies fp32 [dim / 2].
 
-    `length`: tokens of the sequence, for dynamic scaling; `context`: of the cache, for longrope.
+    `length`: tokens of the sequence, for dynamic scaling; `context`: of the cache, for longrope. `precise`: the dtype
+    of the powers before they are rounded to fp32.
     """
     scaling, dim, theta = spec.scaling, spec.dim, spec.theta
     # Dynamic NTK, as in transformers.
@@ -27,7 +30,8 @@ def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device)
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
         theta *= stretch ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-    inverse = 1.0 / theta**exponents
+    powers = (theta ** exponents.to(precise)).float()
+    inverse = 1.0 / powers
     if scaling.kind == "linear":  # position interpolation, arXiv 2306.15595
         return inverse / scaling.factor
     if scaling.kind == "llama3":
@@ -36,7 +40,7 @@ def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device)
         return _yarn(inverse, scaling, theta, dim)
     if scaling.kind == "longrope":  # arXiv 2402.13753
         factors = scaling.long_factors if context > scaling.original_context else scaling.short_factors
-        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * theta**exponents)
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * powers)
     if scaling.kind == "proportional":  # Gemma 4: rotates only the first pairs of a head
         rotated = int(scaling.partial_factor * dim // 2)
         return torch.cat((inverse[:rotated], torch.zeros_like(inverse[rotated:]))) / scaling.factor
@@ -90,8 +94,15 @@ class Rope:
 
     # Choosing by the length of the sequence, as transformers does, would mix both factors: cached keys stay rotated.
 
-    def __init__(self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype, portable: bool = False
+    ) -> None:
+        """portable: the same bits on every CPU."""
         self.device = device
+        self.portable = portable
+        # Vectorized functions differ in the last bit from one instruction set to another. Of fp64 results the bits that
+        # remain in fp32 are the same.
+        self._precise = torch.float64 if portable else torch.float32
         self._dtype = dtype
         self._capacity = capacity
         self._tables = {spec: self._table(spec, self._length(spec)) for spec in config.distinct_ropes}
@@ -103,14 +114,16 @@ class Rope:
 
     def _table(self, spec: RopeSpec, length: int) -> RopeTables:
         positions = torch.arange(length, dtype=torch.float32, device=self.device)
-        angles = positions.unsqueeze(1) * frequencies(spec, length, self._capacity, self.device)
+        angles = positions.unsqueeze(1) * frequencies(spec, length, self._capacity, self.device, self._precise)
         scaling = spec.scaling
-        cos, sin = (part * scaling.attention_factor for part in (angles.cos(), angles.sin()))
+        angles = angles.to(self._precise)
+        cos, sin = (part.float() * scaling.attention_factor for part in (angles.cos(), angles.sin()))
         sin = -sin if spec.clockwise else sin
         scale = None
         if scaling.query_beta:
             steps = torch.floor((positions + scaling.query_offset) / scaling.original_context)
-            scale = (1 + scaling.query_beta * torch.log(1 + steps)).to(self._dtype)
+            logs = torch.log((1 + steps).to(self._precise)).float()
+            scale = (1 + scaling.query_beta * logs).to(self._dtype)
         return RopeTables(cos.to(self._dtype), sin.to(self._dtype), spec.interleaved, scale)
 
     @property

@@ -62,6 +62,15 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
         self.prompt_copy: PromptCopy = "none"
+        self.portable = False  # whether logits have the same bits on every CPU
+
+    def make_portable(self) -> None:
+        """Compute the same bits on every CPU; to be called before `load`."""
+        self.portable = True
+        linears = [linear for block in self.layers() for linear in block.products.values()]
+        for module in (*self.modules(), *linears):
+            if isinstance(module, Linear):
+                module.portable = True
 
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
@@ -152,7 +161,7 @@ class Transformer(nn.Module):
             x = x.index_select(0, batch.logits_at)
         if not len(x):
             return torch.empty(0, self.config.vocab_size, device=x.device)
-        return finish_logits(self.head(self.norm(x)), self.config)
+        return finish_logits(self.head(self.norm(x)), self.config, self.portable)
 
 
 def run_layers(
@@ -182,4 +191,4 @@ def pass_context(batch: Batch, rope: Rope, cache: KVCache, per_layer_inputs: Ten
         return per_layer_inputs[..., layer, :]
 
     states = BatchStates(batch, cache.states)
-    return PassContext(rope.rows(batch.chunks), PagedAttention(batch, cache), inputs_of, states)
+    return PassContext(rope.rows(batch.chunks), PagedAttention(batch, cache, rope.portable), inputs_of, states)

@@ -30,12 +30,15 @@ def embed_tokens(tokens: Tensor, table: Tensor, config: ModelConfig) -> Tensor:
     return scale_embeddings(functional.embedding(tokens, table), config)
 
 
-def finish_logits(logits: Tensor, config: ModelConfig) -> Tensor:
-    """Scale and softcap the output of the head; returns fp32 logits."""
+def finish_logits(logits: Tensor, config: ModelConfig, portable: bool = False) -> Tensor:
+    """Scale and softcap the output of the head; returns fp32 logits, `portable`: with the same bits on every CPU."""
     # In fp32: in bf16 different logits would round to the same value.
     logits = logits.float()
     if config.logit_scale != 1.0:
         logits = logits * config.logit_scale
     if config.logit_softcap is not None:
-        logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        capped = logits / config.logit_softcap
+        # Vectorized functions differ in the last bit of fp32 from one instruction set to another.
+        capped = torch.tanh(capped.double()).float() if portable else torch.tanh(capped)
+        logits = capped * config.logit_softcap
     return logits

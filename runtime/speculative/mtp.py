@@ -84,7 +84,7 @@ class MtpHead(nn.Module):
         g: Tensor = self.norm(x)[0]
         if not any(chunk.logits for chunk in chunks):
             return g, torch.empty(0, self.config.vocab_size, device=g.device)
-        return g, finish_logits(model.head(g.index_select(0, batch.logits_at)), self.config)
+        return g, finish_logits(model.head(g.index_select(0, batch.logits_at)), self.config, model.portable)
 
 
 @dataclass(eq=False)

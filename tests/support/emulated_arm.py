@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mycli.runtime.kernels.cpu.library.build import CAttention, CWeight
+from mycli.runtime.kernels.cpu.library.build import CAttention, CTableWeight, CWeight
 from mycli.runtime.kernels.cpu.library.compiler import FLAGS, compile_sources, digest, read_sources
 from tests.support.native_code import FOLDER
 
@@ -63,11 +63,22 @@ class EmulatedArm:
         given, out = Buffer(x, one.inputs * size), Buffer(y, one.rows * size)
         return self._call("packed_matmul", _weight(one), given, kind, rows, out, threads)
 
-    def dense(self, kind: int, w: int, outputs: int, inputs: int, x: int, rows: int, y: int, threads: int) -> int:
+    def dense(
+        self, kind: int, w: int, outputs: int, inputs: int, x: int, rows: int, y: int, portable: int, threads: int
+    ) -> int:
         size = _size(kind)
         weight, given = Buffer(w, outputs * inputs * size), Buffer(x, rows * inputs * size)
         out = Buffer(y, rows * outputs * size)
-        return self._call("dense_matmul", kind, weight, outputs, inputs, given, rows, out, threads)
+        return self._call("dense_matmul", kind, weight, outputs, inputs, given, rows, out, portable, threads)
+
+    def table_matmul(self, weight: Any, x: int, rows: int, y: int, threads: int) -> None:
+        one = weight.contents
+        self._call(
+            "table_matmul", _table(one), Buffer(x, 4 * rows * one.inputs), rows, Buffer(y, 4 * rows * one.rows), threads
+        )
+
+    def attend_latent(self, task: Any, threads: int) -> int:
+        return self._call("attend_latent", _latent(task._obj), threads)
 
     def attend(self, task: Any, threads: int) -> int:
         return self._call("attend", _attention(task._obj), threads)
@@ -126,6 +137,30 @@ def _weight(one: CWeight) -> Buffer:
         "scales": scales * (4, 2, 2, 1)[one.scale_type],
         "offsets": scales * (1 if one.factors else 4),
         "factors": super_blocks * 2 * (2 if one.offsets else 1),
+    }
+    return _struct(one, sizes)
+
+
+def _table(one: CTableWeight) -> Buffer:
+    scales = one.rows * (one.inputs // one.group)
+    return _struct(one, {"codes": one.rows * one.stride, "scales": scales * _size(one.scale_type), "values": 64})
+
+
+def _latent(one: Any) -> Buffer:
+    """Return the buffer of the `_LatentTask` of `runtime.kernels.cpu.latent`, over a bf16, fp32 or int8 cache."""
+    tokens = ctypes.c_int32.from_address(one.starts + 4 * one.sequences).value
+    vectors, size = one.blocks * one.block_size, (4, 2, 1)[one.cache_type]
+    sizes = {
+        "query": tokens * one.heads * one.rank * _size(one.query_type),
+        "rotated_query": tokens * one.heads * one.rope * _size(one.query_type),
+        "latents": vectors * one.rank * size,
+        "rotated": vectors * one.rope * size,
+        "latent_scales": 4 * vectors,
+        "rotated_scales": 4 * vectors,
+        "out": tokens * one.heads * one.rank * _size(one.out_type),
+        "starts": 4 * (one.sequences + 1),
+        "lengths": 4 * one.sequences,
+        "table": 4 * one.sequences * one.table_width,
     }
     return _struct(one, sizes)
 

@@ -41,13 +41,13 @@ int main(int, char** given) {
     }
     fclose(file);
     for (size_t i = 0; i < places.size(); i += 3) memcpy(at[size_t(places[i])] + places[i + 1], &at[size_t(places[i + 2])], 8);
-    if (arguments > 8) return 2;
-    int64_t a[8] = {};
+    if (arguments > 9) return 2;
+    int64_t a[9] = {};
     for (size_t i = 0; i < size_t(arguments); i++) a[i] = values[2 * i] ? int64_t(at[size_t(values[2 * i + 1])]) : values[2 * i + 1];
-    typedef int64_t Called(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
+    typedef int64_t Called(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
     Called* called = reinterpret_cast<Called*>(dlsym(library, name));
     if (!called) return fprintf(stderr, "%s: no such function\n", name), 2;
-    const int64_t result = called(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
+    const int64_t result = called(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]);
     file = fopen(given[2], "wb");
     fwrite(&result, 8, 1, file);
     for (size_t i = 0; i < at.size(); i++) fwrite(at[i], size_t(sizes[i]), 1, file);

@@ -34,7 +34,10 @@ def activation_choice(folder: ModelFolder, placement: Placement) -> ActivationCh
     library = native()
     if isinstance(library, Declined):
         return None
-    tiles = library.isa == "amx"
+    # With portable bits the processor must not choose. A measurement would, near its limit.
+    tiles = library.isa == "amx" and not placement.portable
+    if placement.portable and placement.activations == "auto" and folder.path.is_file():
+        return ActivationChoice(16, 8, Declined("activations-portable"))
     if placement.activations == "auto" and folder.path.is_file() and not tiles:  # a GGUF file has no card
         return choose_by_file(recorded_kl(folder.path))
     return choose_activations(placement.activations, card_activation_kl(folder), tiles=tiles)

@@ -49,6 +49,8 @@ def load_model(
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config, expert_slots)
+    if placement.portable:
+        model.make_portable()
     activations, packings = None, folder.packings
     if packings:
         from mycli.runtime.engine.loading.activations import activation_choice
@@ -68,7 +70,12 @@ def load_model(
     if placement.prompt_copy != "none" and (without := model.keep_prompt_copies(placement.prompt_copy)):
         warn(Declined("no-prompt-copy", {"count": without, "kind": placement.prompt_copy}))
     release_free_memory()  # the buffers that weights were read into: a tenth of a packed model
-    return ModelRunner(model, placement.kv, compile_passes(model, placement.kv, warn), activations)
+    passes = compile_passes(model, placement.kv, warn)
+    if placement.portable:
+        from mycli.runtime.engine.loading.portable import require_portable  # an option
+
+        require_portable(folder, model, passes)
+    return ModelRunner(model, placement.kv, passes, activations)
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,7 @@ def _fingerprint(folder: ModelFolder, runner: ModelRunner) -> str:
     files = [(path.name, (info := path.stat()).st_size, info.st_mtime_ns) for path in folder.source_files()]
     bits = None if runner.activations is None else runner.activations.bits
     arithmetic = [runner.device.type, str(runner.dtype), runner.kv, bits, runner.model.prompt_copy, version()]
+    arithmetic += ["portable"] * runner.model.portable
     return hashlib.sha256(json.dumps([sorted(files), arithmetic]).encode()).hexdigest()
 
 

@@ -239,10 +239,8 @@ class CpuPass:
     def _decline_tokens(self) -> Declined | None:
         """Return why several passes cannot run in one call; None if they can."""
         config = self._model.config
-        if isinstance(self._head, Declined):
-            return self._head
-        if self.layers.declined:
-            return next(iter(self.layers.declined.values()))
+        if self.declined is not None:
+            return self.declined
         if config.has_recurrent:
             return Declined("recurrent-state")
         if self._model.streams is not None:
@@ -254,6 +252,13 @@ class CpuPass:
         if config.logit_softcap is not None:
             return Declined("logit-softcap", {"cap": config.logit_softcap})
         return None if self._model.embedding.is_contiguous() else Declined("embedding-layout")
+
+    @property
+    def declined(self) -> Declined | None:
+        """Return why a part of the model, or its head, runs product by product; None if all is native."""
+        if isinstance(self._head, Declined):
+            return self._head
+        return next(iter(self.layers.declined.values()), None)
 
     def takes(self, work: PassInput) -> Declined | None:
         if work.rows > NATIVE_ROWS:
@@ -284,8 +289,8 @@ class CpuPass:
         if len(logit_rows) < len(ids):
             x = x[torch.tensor(logit_rows)]
         if isinstance(self._head, Declined):
-            return finish_logits(model.head(model.norm(x)), model.config)
-        return finish_logits(run_head(self._library, self._head, x), model.config)
+            return finish_logits(model.head(model.norm(x)), model.config, model.portable)
+        return finish_logits(run_head(self._library, self._head, x), model.config, model.portable)
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         """Yield one list of greedy tokens, as many as fit `CALL_SECONDS`."""

@@ -24,7 +24,7 @@ from mycli.runtime.engine.passes.cpu_structures import (
 )
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import native_window
-from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
+from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, PORTABLE_WEIGHTS, TABLE_WEIGHTS, c_choice
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
     CChannelDeltaPart,
@@ -146,6 +146,7 @@ def _attention(part: Attention) -> CAttentionPart:
         makes_keys=spec.kv_source is None,
         makes_values=spec.has_v_proj,
         gated=spec.gated,
+        portable=part.o.portable,
     )
 
 
@@ -178,6 +179,7 @@ def _latent(part: LatentAttention) -> CLatentPart:
         value=spec.value_dim,
         rotates=spec.rope is not None,
         interleaved=spec.rope is not None and spec.rope.interleaved,
+        portable=part.o.portable,
         scale=spec.scale,
     )
 
@@ -297,8 +299,9 @@ def _expert_weights(linear: Linear) -> _ExpertWeights:
     if isinstance(matmul, CpuMatmul):
         layout = (PACKED_WEIGHTS, matmul.form, bias is None)
         return _ExpertWeights(first.packed, bias, PACKED_WEIGHTS, first.outputs, first.inputs, layout)
-    layout = (DENSE_WEIGHTS, first.outputs, first.inputs, bias is None)
-    return _ExpertWeights(first.dense, bias, DENSE_WEIGHTS, first.outputs, first.inputs, layout)
+    storage = PORTABLE_WEIGHTS if first.portable else DENSE_WEIGHTS
+    layout = (storage, first.outputs, first.inputs, bias is None)
+    return _ExpertWeights(first.dense, bias, storage, first.outputs, first.inputs, layout)
 
 
 def _expert_product(linears: Sequence[Linear], streamed: bool) -> CExpertProduct:

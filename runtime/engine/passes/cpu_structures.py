@@ -15,6 +15,8 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
+from mycli.runtime.kernels.cpu.portable import PortableMatmul
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.feed_forward import Mlp
 from mycli.runtime.layers.layer_part import LayerPart
@@ -60,13 +62,15 @@ def c_norm(norm: RMSNorm | None) -> CNormParams:
 
 def _product(matmul: Matmul) -> CProduct:
     if isinstance(matmul, CpuMatmul):
-        return CProduct(matmul.address, None, *matmul.shape)
+        return CProduct(matmul.address, None, None, *matmul.shape)
+    if isinstance(matmul, TableMatmul) and matmul.portable:
+        return CProduct(None, None, matmul.address, *matmul.shape)
     if not isinstance(matmul, DenseMatmul):
         raise NotNativeError(Declined("weight-format", {"format": type(matmul).__name__}))
     weight = matmul.dequantize()
     if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or weight.shape[1] % 32:
         raise NotNativeError(Declined("dense-weight", {"dtype": str(weight.dtype), "inputs": weight.shape[1]}))
-    return CProduct(None, weight.data_ptr(), *weight.shape)
+    return CProduct(None, weight.data_ptr(), None, *weight.shape, isinstance(matmul, PortableMatmul))
 
 
 def c_linear(linear: Linear) -> CLinear:

@@ -55,7 +55,7 @@ def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, sc
             return _INDICES
     indices = _Indices(starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), len(lengths), table.shape[1])
     try:
-        return _attend(query, keys, values, indices, scoring)
+        return _attend(query, keys, values, indices, scoring, ragged.portable)
     except ValueError:
         raise ValueError(f"lengths {lengths.tolist()} do not fit blocks {table.tolist()}") from None
 
@@ -100,7 +100,9 @@ def native_pack_int4(values: Tensor) -> Tensor | Declined:
     return packed
 
 
-def _attend(query: Tensor, keys: Stored, values: Stored, indices: _Indices, scoring: Scoring) -> Tensor | Declined:
+def _attend(
+    query: Tensor, keys: Stored, values: Stored, indices: _Indices, scoring: Scoring, portable: bool = False
+) -> Tensor | Declined:
     if not query.is_cpu or not keys.data.is_cpu:
         return _NOT_CPU
     if torch.is_grad_enabled() and query.requires_grad:
@@ -153,6 +155,7 @@ def _attend(query: Tensor, keys: Stored, values: Stored, indices: _Indices, scor
         query_type=ROW_TYPES[query.dtype],
         cache_type=CACHE_TYPES[data.dtype],
         out_type=ROW_TYPES[query.dtype],
+        portable=portable,
     )
     status = library.attend(ctypes.byref(task), torch.get_num_threads())
     if status == 1:

@@ -16,12 +16,13 @@ from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, dense_product, no_memory_error
+from mycli.runtime.kernels.cpu.portable import PortableMatmul
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
 from mycli.runtime.kernels.routed import Route, decline_routing
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
-PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
+PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS, PORTABLE_WEIGHTS = range(4)  # `Stored` of experts.h
 _NOT_CPU = Declined("cpu-without-gradient")
 _ROWS = Declined("rows-not-whole-vectors", {"multiple": LANES})
 _UNLIKE_PACKED = Declined("experts-not-packed-alike")
@@ -97,13 +98,16 @@ def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None 
 def native_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
 ) -> Tensor | Declined:
-    """`reference.routed_product` for weights of one kind: `CpuMatmul`, `TableMatmul`, or dense like x."""
+    """`reference.routed_product` for weights of one kind: packed, tables, `PortableMatmul`, or dense like x."""
     if x.device.type != "cpu" or x.requires_grad:
         return _NOT_CPU
     if isinstance(weights[0], Tensor) and x.dtype == torch.float32:
         return _in_turn(weights, x, starts, tokens)
     if isinstance(weights[0], Tensor):
         stored, operands = DENSE_WEIGHTS, _dense(weights, x.dtype)
+    elif isinstance(weights[0], PortableMatmul):
+        dense = [weight.dequantize() for weight in weights if isinstance(weight, PortableMatmul)]
+        stored, operands = PORTABLE_WEIGHTS, _dense(dense, x.dtype) if len(dense) == len(weights) else _UNLIKE_DENSE
     elif isinstance(weights[0], TableMatmul):
         stored, operands = TABLE_WEIGHTS, _tables(weights, x.dtype, starts)
     else:

@@ -31,7 +31,7 @@ class _LatentTask(ctypes.Structure):
         *((name, c_void_p) for name in ("latent_scales", "rotated_scales", "out", "starts", "lengths", "table")),
         *((name, c_int64) for name in ("sequences", "table_width", "blocks", "block_size", "heads", "rank", "rope")),
         ("scale", c_float),
-        *((name, c_int32) for name in ("query_type", "cache_type", "out_type")),
+        *((name, c_int32) for name in ("query_type", "cache_type", "out_type", "portable")),
     ]
 
 
@@ -39,7 +39,7 @@ class _HeadProduct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "weight", "y")),
         *((name, c_int64) for name in ("tokens", "heads", "inputs", "outputs", "token_stride", "head_stride")),
-        ("type", c_int32),
+        *((name, c_int32) for name in ("type", "portable")),
     ]
 
 
@@ -93,6 +93,7 @@ def native_latent_attention(
         ROW_TYPES[query.dtype],
         CACHE_TYPES[data.dtype],
         ROW_TYPES[query.dtype],
+        ragged.portable,
     )
     status = library.attend_latent(ctypes.byref(task), torch.get_num_threads())
     if status == 1:
@@ -102,8 +103,8 @@ def native_latent_attention(
     return out
 
 
-def native_head_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
-    """`reference.head_product` for bf16 or fp32."""
+def native_head_product(x: Tensor, weight: Tensor, *, portable: bool = False) -> Tensor | Declined:
+    """`reference.head_product` for bf16 or fp32; `portable`: with the same bits on every processor."""
     heads, outputs, inputs = weight.shape
     if x.dtype not in ROW_TYPES or weight.dtype != x.dtype or not x.is_cpu:
         return _PRODUCT_TYPES
@@ -116,7 +117,8 @@ def native_head_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
         return library
     y = x.new_empty(len(x), heads, outputs)
     pointers = x.data_ptr(), weight.data_ptr(), y.data_ptr()
-    task = _HeadProduct(*pointers, len(x), heads, inputs, outputs, x.stride(0), x.stride(1), ROW_TYPES[x.dtype])
+    strides = x.stride(0), x.stride(1)
+    task = _HeadProduct(*pointers, len(x), heads, inputs, outputs, *strides, ROW_TYPES[x.dtype], portable)
     if library.head_product(ctypes.byref(task), torch.get_num_threads()):
         raise ResourceError(f"no memory for {len(x)} rows of {heads} heads", code="less-context")
     return y

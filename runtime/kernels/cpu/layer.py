@@ -26,8 +26,8 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 class CProduct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("packed", "dense")),
-        *((name, c_int64) for name in ("outputs", "inputs")),
+        *((name, c_void_p) for name in ("packed", "dense", "table")),
+        *((name, c_int64) for name in ("outputs", "inputs", "portable")),
     ]
 
 
@@ -57,7 +57,7 @@ class CAttentionPart(ctypes.Structure):
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "half", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("interleaved", "norms_rotated", "makes_keys", "makes_values")),
-        ("gated", c_int64),
+        *((name, c_int64) for name in ("gated", "portable")),
     ]
 
 
@@ -192,6 +192,7 @@ class CLatentPart(ctypes.Structure):
         ("residual", CResidualAdd),
         *((name, c_void_p) for name in ("keys", "values")),
         *((name, c_int64) for name in ("heads", "rank", "nope", "rope", "value", "rotates", "interleaved")),
+        ("portable", c_int64),
         ("scale", c_float),
     ]
 

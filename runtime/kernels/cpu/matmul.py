@@ -268,13 +268,13 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
     return multiply_dense(library, x, weight)
 
 
-def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32."""
+def multiply_dense(library: Native, x: Tensor, weight: Tensor, *, portable: bool = False) -> Tensor:
+    """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32; `portable`: by portable_dense.h."""
     values, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
     assert inputs == weight.shape[1] and x.dtype == weight.dtype and x.dtype in ROW_TYPES
     y = torch.empty(rows, outputs, dtype=x.dtype)
     pointers = weight.data_ptr(), outputs, inputs, values.data_ptr(), rows, y.data_ptr()
-    if rows and library.dense(STORED_TYPES[x.dtype], *pointers, torch.get_num_threads()):
+    if rows and library.dense(STORED_TYPES[x.dtype], *pointers, portable, torch.get_num_threads()):
         raise no_memory_error(rows, inputs)
     return y
 

@@ -50,6 +50,14 @@ class TableMatmul:
         return ctypes.addressof(self._table)
 
     @property
+    def portable(self) -> bool:
+        """Whether products of any number of rows have the same bits on every processor."""
+        return bool(self._table.portable)
+
+    def make_portable(self) -> None:
+        self._table.portable = True
+
+    @property
     def shape(self) -> tuple[int, int]:
         return self._shape
 
@@ -63,7 +71,7 @@ class TableMatmul:
         return self._packed.nbytes + self._scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > MAX_DECODED_ROWS:
+        if x.shape[0] > MAX_DECODED_ROWS and not self.portable:
             return self._dense(x)
         values = x.float().contiguous()
         y = torch.empty(x.shape[0], self._shape[0])

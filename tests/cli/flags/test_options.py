@@ -95,3 +95,9 @@ def test_one_copy_for_prompts_is_chosen() -> None:
     with pytest.raises(UsageError, match="--shadow and --fp8-prompts"):
         RunFlags(shadow=True, fp8_prompts=True).resolve()
     assert RunFlags(fp8_prompts=True).arguments()[-1] == "--fp8-prompts"
+
+
+def test_portable_bits_reach_the_engine_and_a_server() -> None:
+    flags = RunFlags(portable_bits=True)
+    assert flags.resolve().portable and "--portable-bits" in flags.arguments()
+    assert not RunFlags().resolve().portable and "--portable-bits" not in RunFlags().arguments()

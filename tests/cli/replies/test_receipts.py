@@ -20,6 +20,12 @@ def test_options_are_those_of_the_receipt() -> None:
     assert format_of(replace(RECEIPT, format=reply)) == ReplyFormat("{}", None, False, True)
 
 
+def test_portable_bits_are_kept_and_off_in_older_receipts() -> None:
+    assert loading_of(replace(RECEIPT, settings={**RECEIPT.settings, "portable_bits": True})).resolve().portable
+    older = {name: value for name, value in RECEIPT.settings.items() if name != "portable_bits"}
+    assert not loading_of(replace(RECEIPT, settings=older)).portable_bits
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("schema", 1), ("regex", False), ("json_mode", None), ("extra_properties", "yes")]
 )

@@ -101,6 +101,18 @@ def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place(CONFIG, prompt_copy="16bit").prompt_copy == "16bit" and place(CONFIG).prompt_copy == "none"
 
 
+def test_portable_bits_are_for_cpus_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(CONFIG, "cpu", dtype="bfloat16", portable=True)
+    assert found.portable and not place(CONFIG, "cpu").portable
+    with pytest.raises(UsageError, match="need activations in bfloat16") as error:
+        place(CONFIG, "cpu", dtype="float32", portable=True)
+    assert error.value.code == "portable-in-bf16"
+    machine(monkeypatch)
+    with pytest.raises(UsageError, match="on the CPU only, not on cuda:0") as error:
+        place(CONFIG, portable=True)
+    assert error.value.code == "portable-on-cpu"
+
+
 def test_8_bit_prompts_need_a_chip_with_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, capability=(8, 6))
     with pytest.raises(ResourceError, match=r"capability 8\.9"):

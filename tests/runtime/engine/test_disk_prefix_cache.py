@@ -251,6 +251,7 @@ def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> N
     assert len(first) == 32 and first == identity(open_model_folder(PICO), plain, 256)
     others = [identity(folder, ModelRunner(plain.model, "int8"), 128)]
     others.append(identity(folder, load_model(folder, Placement(CPU, torch.bfloat16)), 128))
+    others.append(identity(folder, load_model(folder, Placement(CPU, torch.bfloat16, portable=True)), 128))
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in PICO.iterdir():

@@ -11,12 +11,15 @@ from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import attend_paged
+from mycli.runtime.kernels.cpu.latent import native_latent_attention
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
+from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import ActivationBits, Packing
+from tests.runtime.kernels import test_cpu_table
 from tests.support.emulated_arm import MISSING, SETS, EmulatedArm
 from tests.support.packed_weights import super_block_weight
 
@@ -86,6 +89,44 @@ def test_dense_products(arm: Native, here: Native, dtype: torch.dtype) -> None:
     for rows in (1, 9):
         ours, theirs = (multiply_dense(library, x[:rows], w) for library in (here, arm))
         torch.testing.assert_close(theirs, ours, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_portable_dense_products_have_the_bits_of_this_machine(arm: Native, here: Native, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    for inputs in (96, 200):
+        w, x = (torch.randn(rows, inputs, generator=draw).to(dtype) for rows in (37, 9))
+        for rows in (1, 2, 9):
+            ours, theirs = (multiply_dense(library, x[:rows], w, portable=True) for library in (here, arm))
+            assert torch.equal(ours, theirs), (inputs, rows)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "nf4"])
+def test_portable_tables_have_the_bits_of_this_machine(arm: Native, here: Native, kind: str) -> None:
+    stored = test_cpu_table.weight(test_cpu_table.KINDS[kind], 32)
+    x = torch.randn(17, test_cpu_table.COLUMNS, generator=torch.Generator().manual_seed(7)).bfloat16()
+    ours, theirs = (TableMatmul(library, stored) for library in (here, arm))
+    for matmul in (ours, theirs):
+        matmul.make_portable()
+    for rows in (1, 3, 17):
+        assert torch.equal(ours(x[:rows]), theirs(x[:rows])), rows
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_portable_latent_attention_has_the_bits_of_this_machine(
+    arm: Native, here: Native, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(6)
+    query, rotated = (torch.randn(41, 4, size, generator=draw).bfloat16() for size in (64, 32))
+    stored = [_stored(torch.randn(6, 1, 16, size, generator=draw), kind) for size in (64, 32)]
+    numbers = ([0, 40, 41], [50, 9], [[3, 1, 0, 5], [4, 2, 2, 2]])
+    ragged = Ragged(*(torch.tensor(each, dtype=torch.int32) for each in numbers), portable=True)
+    found = []
+    for library in (here, arm):
+        monkeypatch.setattr(build, "native", lambda library=library: library)
+        found.append(native_latent_attention(query, rotated, *stored, ragged, 0.2))
+    assert not any(isinstance(one, Declined) for one in found)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])

@@ -59,7 +59,7 @@ class CTableWeight(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "values")),
         *((name, c_int64) for name in ("rows", "inputs", "stride", "group")),
-        *((name, c_int32) for name in ("kind", "scale_type")),
+        *((name, c_int32) for name in ("kind", "scale_type", "portable")),
     ]
 
 
@@ -70,7 +70,7 @@ class CAttention(ctypes.Structure):
         *((name, c_int64) for name in ("sequences", "table_width", "blocks", "block_size", "block_stride")),
         *((name, c_int64) for name in ("head_stride", "kv_heads", "group", "head_dim", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("query_type", "cache_type", "out_type")),
+        *((name, c_int32) for name in ("query_type", "cache_type", "out_type", "portable")),
     ]
 
 
@@ -166,7 +166,9 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         repack=function("packed_repack", None, weight, c_void_p, c_int64, c_int),
         dequantize=function("packed_dequantize", None, weight, c_void_p, c_int32, c_int),
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
-        dense=function("dense_matmul", c_int, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
+        dense=function(
+            "dense_matmul", c_int, c_int32, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, *[c_int] * 2
+        ),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
         attend_latent=function("attend_latent", c_int, c_void_p, c_int),
         head_product=function("head_product", c_int, c_void_p, c_int),

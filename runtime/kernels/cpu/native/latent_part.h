@@ -15,7 +15,7 @@ struct LatentPart {  // mirrored by layer.py
     ResidualAdd residual;
     const uint16_t *keys, *values;  // kv_b by heads: [heads, rank, nope] and [heads, value, rank]
     int64_t heads, rank, nope, rope, value;
-    int64_t rotates, interleaved;
+    int64_t rotates, interleaved, portable;  // portable: see Attention
     float scale;
 };
 
@@ -108,7 +108,7 @@ struct LatentRun {
         uint16_t *inner = scratch.take(rows * wide), *context = scratch.take(rows * wide);
         LatentTask task{inner, nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, context, pass.starts, pass.lengths,
                         pass.table, pass.sequences, pass.table_width, cache.blocks, cache.block_size, heads, part.rank, part.rope,
-                        part.scale, BF16, int32_t(cache.cache_type), BF16};
+                        part.scale, BF16, int32_t(cache.cache_type), BF16, int32_t(part.portable)};
         if (!is_sound(latent_view(task, nullptr, cache.keys, nullptr, part.rank)) || pass.starts[pass.sequences] != rows) return 2;
         if (!rowwise.multiply(part.inputs, input, projected, spare)) return 1;
         int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
@@ -130,8 +130,8 @@ struct LatentRun {
         store(task, rotate(at, key, 1, turn), cache.values, cache.value_scales, part.rope, vector);
 
         uint16_t* attended = scratch.take(rows * read);
-        const HeadProduct into{query, part.keys, inner, rows, heads, part.nope, part.rank, stride, head_size(), BF16};
-        const HeadProduct from{context, part.values, attended, rows, heads, part.rank, part.value, wide, part.rank, BF16};
+        const HeadProduct into{query, part.keys, inner, rows, heads, part.nope, part.rank, stride, head_size(), BF16, int32_t(part.portable)};
+        const HeadProduct from{context, part.values, attended, rows, heads, part.rank, part.value, wide, part.rank, BF16, int32_t(part.portable)};
         if (rows == 1 && pass.sequences == 1 && pass.lengths[0] <= SHORT) {
             if (const int failed = attend_by_heads(into, task, from)) return failed;
         } else {

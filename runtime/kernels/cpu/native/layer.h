@@ -11,19 +11,23 @@
 #include "attention/attention_task.h"
 #include "products/few_rows.h"
 #include "products/packed_tiles.h"
+#include "products/table.h"
 #include "steps.h"
 
 // Defined in packed_cpu.cpp.
 EXPORT int packed_matmul(const Weight*, const void*, int32_t, int64_t, void*, int);
-EXPORT int dense_matmul(int32_t, const void*, int64_t, int64_t, const void*, int64_t, void*, int);
+EXPORT int dense_matmul(int32_t, const void*, int64_t, int64_t, const void*, int64_t, void*, int, int);
 
 namespace {
 
 // The structures are mirrored by layer.py.
 struct Product {
-    const Weight* packed;  // or null
-    const uint16_t* dense;  // else [outputs, inputs]
+    // One of these, the others are null.
+    const Weight* packed;
+    const uint16_t* dense;  // [outputs, inputs]
+    const TableWeight* table;
     int64_t outputs, inputs;
+    int64_t portable;  // of `dense`: see portable_dense.h
 };
 constexpr int64_t MAX_PRODUCTS = 3;
 struct Linear {
@@ -52,6 +56,7 @@ struct AttentionPart {
     float scale, softcap;
     int32_t interleaved, norms_rotated, makes_keys, makes_values;
     int64_t gated;  // after the query of each head the product has as many values, which gate the head's output
+    int64_t portable;  // see Attention
 };
 struct FeedForward {  // an MLP by itself
     Linear gate_up, down;
@@ -147,15 +152,29 @@ struct Rowwise {
 #endif
     }
 
+    // x and y in fp32 between. Returns false without memory.
+    bool multiply_table(const TableWeight& t, const uint16_t* x, uint16_t* y) const try {
+        std::vector<float> inputs(size_t(rows * t.inputs)), outputs(size_t(rows * t.rows));
+        for (int64_t i = 0; i < rows * t.inputs; i++) inputs[size_t(i)] = from_bf16(x[i]);
+        table_product(t, inputs.data(), rows, outputs.data(), threads);
+        for (int64_t i = 0; i < rows * t.rows; i++) y[i] = to_bf16(outputs[size_t(i)]);
+        return true;
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    bool multiply_product(const Product& product, const uint16_t* x, uint16_t* y) const {
+        if (product.table) return multiply_table(*product.table, x, y);
+        if (product.packed) return !packed_matmul(product.packed, x, BF16, rows, y, threads);
+        return !dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, y, int(product.portable), threads);
+    }
+
     bool multiply_separately(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
         int64_t column = 0;
         for (int64_t i = 0; i < linear.count; i++) {
             const Product& product = linear.parts[i];
             const bool direct = linear.count == 1 || rows == 1;
             uint16_t* to = direct ? y + column : spare;
-            if (product.packed ? packed_matmul(product.packed, x, BF16, rows, to, threads)
-                           : dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, to, threads))
-                return false;
+            if (!multiply_product(product, x, to)) return false;
             if (!direct)
                 for (int64_t row = 0; row < rows; row++)
                     memcpy(y + row * linear.outputs + column, to + row * product.outputs, size_t(product.outputs) * 2);
@@ -326,7 +345,7 @@ struct AttentionRun {
         Attention a{nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, part.sinks, attended, pass.starts,
                     pass.lengths, pass.table, pass.sequences, pass.table_width, cache.blocks, cache.block_size, cache.block_stride,
                     cache.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
-                    part.softcap, BF16, int32_t(cache.cache_type), BF16};
+                    part.softcap, BF16, int32_t(cache.cache_type), BF16, int32_t(part.portable)};
         if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;
         int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
         rotary_rows(pass, at);

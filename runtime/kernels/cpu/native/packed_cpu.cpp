@@ -14,7 +14,7 @@
 #include <cmath>
 #include <vector>
 
-#include "products/dense.h"
+#include "products/portable_dense.h"
 #include "draw.h"
 #include "layer.h"
 #include "products/few_rows.h"
@@ -139,11 +139,15 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
     return true;
 }
 
-inline bool dense_any(const Dense<uint16_t>& d, int threads) {
+inline bool dense_any(const Dense<float>& d, bool portable, int threads) {
+    return portable ? dense_vectors<Portable<float>>(d, threads) : dense_vectors<Element<float>>(d, threads);
+}
+inline bool dense_any(const Dense<uint16_t>& d, bool portable, int threads) {
+    if (portable) return dense_vectors<Portable<uint16_t>>(d, threads);
 #if AMX
     if (have_amx() && d.outputs >= TILE_OUTPUTS && d.inputs % INPUTS == 0) return dense_amx(d, threads);
 #endif
-    return dense_vectors(d, threads);
+    return dense_vectors<Element<uint16_t>>(d, threads);
 }
 
 }  // namespace
@@ -189,15 +193,16 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
     });
 }
 
-// Dense weight [outputs, inputs] in torch's layout times rows x, both of `type`, F32 or BF16. Returns 0, or 1 without memory.
+// Dense weight [outputs, inputs] in torch's layout times rows x, both of `type`, F32 or BF16; by portable_dense.h if `portable`.
+// Returns 0, or 1 without memory.
 EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t inputs, const void* x, int64_t rows, void* y,
-                        int threads) {
-    if (type == F32) {
-        const Dense<float> d{static_cast<const float*>(w), static_cast<const float*>(x), outputs, inputs, rows, static_cast<float*>(y)};
-        return dense_vectors(d, threads) ? 0 : 1;
-    }
-    return dense_any({static_cast<const uint16_t*>(w), static_cast<const uint16_t*>(x), outputs, inputs, rows, static_cast<uint16_t*>(y)},
-                     threads) ? 0 : 1;
+                        int portable, int threads) {
+    const auto multiply = [&](auto value) {
+        using T = decltype(value);
+        const Dense<T> d{static_cast<const T*>(w), static_cast<const T*>(x), outputs, inputs, rows, static_cast<T*>(y)};
+        return dense_any(d, portable, threads) ? 0 : 1;
+    };
+    return type == F32 ? multiply(float()) : multiply(uint16_t());
 }
 
 // Returns 0, or 1 without memory.

@@ -221,7 +221,7 @@ template <class Path> int attend_by(const Attention& a, int threads) {
 inline int attend_any(const Attention& a, int threads) try {
     if (!is_sound(a)) return 2;
 #if AMX
-    if (have_amx() && a.query_type == BF16) {
+    if (have_amx() && a.query_type == BF16 && !a.portable) {
         if (a.cache_type == CACHE_BF16) return attend_by<TilePath<uint16_t>>(a, threads);
         if (a.cache_type == CACHE_INT8) return attend_by<TilePath<int8_t>>(a, threads);
         if (a.cache_type == CACHE_INT4) return attend_by<TilePath<Int4>>(a, threads);

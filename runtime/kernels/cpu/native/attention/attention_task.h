@@ -27,6 +27,7 @@ struct Attention {  // mirrored by build.py
     int64_t window;  // positions that a token sees, itself included; -n: those from the last multiple of n on
     float scale, softcap;  // score = scale * dot; then softcap * tanh(score / softcap) unless softcap is 0
     int32_t query_type, cache_type, out_type;
+    int32_t portable;  // fp32 products, which have the same bits on every processor
 };
 
 // Computes a ragged batch of queries over a paged cache; head_dim is a multiple of 16 if the cache is int4. Returns 0; 1: no

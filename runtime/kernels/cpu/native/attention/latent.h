@@ -37,7 +37,7 @@ inline int attend_latent_any(const LatentTask& task, int threads) try {
     const Latent a(task);
     if (!is_sound(a)) return 2;
 #if LATENT_PAIRS
-    if (a.query_type == BF16 && a.head_dim % WIDE == 0 && a.rotated.head_dim % WIDE == 0) {
+    if (a.query_type == BF16 && !a.portable && a.head_dim % WIDE == 0 && a.rotated.head_dim % WIDE == 0) {
         if (a.cache_type == CACHE_BF16) return attend_latent_by<LatentPairs<uint16_t>>(a, threads);
         if (a.cache_type == CACHE_INT8) return attend_latent_by<LatentPairs<int8_t>>(a, threads);
     }

@@ -13,7 +13,7 @@ struct LatentTask {  // mirrored by latent.py
     const int32_t *starts, *lengths, *table;  // see Attention
     int64_t sequences, table_width, blocks, block_size, heads, rank, rope;
     float scale;
-    int32_t query_type, cache_type, out_type;
+    int32_t query_type, cache_type, out_type, portable;  // portable: see Attention
 };
 
 // Computes a ragged batch of queries; rank and rope are multiples of 16 if the cache is int4. Returns 0; 1: no memory; 2: lengths
@@ -25,7 +25,7 @@ namespace {
 // One of the two vectors of a position as attention sees it.
 inline Attention latent_view(const LatentTask& t, const void* query, const void* data, const float* scales, int64_t size) {
     Attention a{query, data, data, nullptr, scales, nullptr, t.out, t.starts, t.lengths, t.table, t.sequences, t.table_width, t.blocks,
-                t.block_size, 0, 0, 1, t.heads, size, int64_t(1) << 62, t.scale, 0, t.query_type, t.cache_type, t.out_type};
+                t.block_size, 0, 0, 1, t.heads, size, int64_t(1) << 62, t.scale, 0, t.query_type, t.cache_type, t.out_type, t.portable};
     a.block_stride = a.head_stride = t.block_size * vector_size(a);
     return a;
 }

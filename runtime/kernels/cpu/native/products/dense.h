@@ -12,18 +12,23 @@ template <class T> struct Dense {  // T: float, or uint16_t for bf16
     const T *w, *x;
     int64_t outputs, inputs, rows;
     T* y;
-    const T* last = nullptr;  // [outputs, Element<T>::STEP]: the last inputs of each row of w if they are no whole vector, then zeros
+    const T* last = nullptr;  // [outputs, STEP]: the last inputs of each row of w if they are no whole step, then zeros
 };
 
-// ---- Vectors: a register tile is up to DENSE_HIGH rows times DENSE_ACROSS outputs ----
+// ---- Vectors: a register tile is up to HIGH rows times ACROSS outputs ----
 
-constexpr int DENSE_ACROSS = 4, DENSE_HIGH = VECTOR == 64 ? 6 : 3;
-// One row waits for memory, which is read faster as one stream than as four; shorter vectors need four sums to hide their latency.
-constexpr int ALONE_ACROSS = VECTOR == 64 ? 1 : DENSE_ACROSS;
+// Sums of one vector each, and the size of a register tile.
+struct OneVector {
+    typedef Floats Sum;
+    static constexpr int ACROSS = 4, HIGH = VECTOR == 64 ? 6 : 3;
+    // One row waits for memory, which is read faster as one stream than as four; shorter vectors need four sums to hide their latency.
+    static constexpr int ALONE_ACROSS = VECTOR == 64 ? 1 : ACROSS;
+};
 
-// How a type is multiplied: a vector of weights, STEP values, times the matching activations, which `expand` lays out.
+// How a type is multiplied: STEP weights, one vector, times the matching activations, which `expand` lays out.
 template <class T> struct Element;
-template <> struct Element<uint16_t> {
+template <> struct Element<uint16_t> : OneVector {
+    typedef uint16_t Value;
     static constexpr int STEP = 2 * LANES;
     static void store(uint16_t* to, float value) { *to = to_bf16(value); }
 #if defined(BF16_DOT) && defined(__AVX512BF16__) && VECTOR == 64
@@ -57,7 +62,8 @@ template <> struct Element<uint16_t> {
     };
 #endif
 };
-template <> struct Element<float> {
+template <> struct Element<float> : OneVector {
+    typedef float Value;
     static constexpr int STEP = LANES;
     typedef float Activation;
     static void store(float* to, float value) { *to = value; }
@@ -68,22 +74,23 @@ template <> struct Element<float> {
         Floats add(Floats sum, const Activation* x) const { return fused(values, load_vector<Floats>(x), sum); }
     };
 };
-template <class T> using Activation = typename Element<T>::Activation;
+template <class E> using Value = typename E::Value;
+template <class E> using Activation = typename E::Activation;
 
-template <class T> int64_t whole_inputs(int64_t inputs) { return inputs / Element<T>::STEP * Element<T>::STEP; }
-// Activations of a row: whole vectors.
-template <class T> int64_t row_size(int64_t inputs) { return whole_inputs<T>(inputs + Element<T>::STEP - 1); }
-// The inputs of a row after the last whole vector, then zeros, to `to` [STEP].
-template <class T> void take_last(const T* row, int64_t inputs, T* to) {
-    std::fill(std::copy(row + whole_inputs<T>(inputs), row + inputs, to), to + Element<T>::STEP, T());
+template <class E> int64_t whole_inputs(int64_t inputs) { return inputs / E::STEP * E::STEP; }
+// Activations of a row: whole steps.
+template <class E> int64_t row_size(int64_t inputs) { return whole_inputs<E>(inputs + E::STEP - 1); }
+// The inputs of a row after the last whole step, then zeros, to `to` [STEP].
+template <class E> void take_last(const Value<E>* row, int64_t inputs, Value<E>* to) {
+    std::fill(std::copy(row + whole_inputs<E>(inputs), row + inputs, to), to + E::STEP, Value<E>());
 }
-template <class T> void expand_row(const T* x, int64_t inputs, Activation<T>* to) {
-    const int64_t whole = whole_inputs<T>(inputs);
-    Element<T>::expand(x, whole, to);
+template <class E> void expand_row(const Value<E>* x, int64_t inputs, Activation<E>* to) {
+    const int64_t whole = whole_inputs<E>(inputs);
+    E::expand(x, whole, to);
     if (whole == inputs) return;
-    T last[Element<T>::STEP];
-    take_last(x, inputs, last);
-    Element<T>::expand(last, Element<T>::STEP, to + whole);
+    Value<E> last[E::STEP];
+    take_last<E>(x, inputs, last);
+    E::expand(last, E::STEP, to + whole);
 }
 
 template <int S, size_t... L> inline Floats add_half(Floats v, std::index_sequence<L...>) {
@@ -96,21 +103,22 @@ template <int S = LANES / 2> inline float sum_lanes(Floats v) {
     return sums[0];
 }
 
-// M rows of x times WIDE outputs from `output`; outputs past the last repeat it. EVEN: the inputs are whole vectors.
-template <int M, int WIDE, bool EVEN, class T> void dense_tile(const Dense<T>& d, int64_t output, const Activation<T>* x, T* y) {
-    const T* row[WIDE];
+// M rows of x times WIDE outputs from `output`; outputs past the last repeat it. EVEN: the inputs are whole steps.
+template <int M, int WIDE, bool EVEN, class E>
+void dense_tile(const Dense<Value<E>>& d, int64_t output, const Activation<E>* x, Value<E>* y) {
+    const Value<E>* row[WIDE];
     for (int n = 0; n < WIDE; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
-    Floats sum[M][WIDE] = {};
-    const int64_t step = EVEN ? d.inputs : row_size<T>(d.inputs), whole = EVEN ? d.inputs : whole_inputs<T>(d.inputs);
+    typename E::Sum sum[M][WIDE] = {};
+    const int64_t step = EVEN ? d.inputs : row_size<E>(d.inputs), whole = EVEN ? d.inputs : whole_inputs<E>(d.inputs);
     // Near the end of a row, the same row of the next tile is prefetched.
     const auto ahead = [&](int n, int64_t k) {
-        const int64_t at = k + AHEAD / 2 / int64_t(sizeof(T));
+        const int64_t at = k + AHEAD / 2 / int64_t(sizeof(Value<E>));
         return row[n] + at + (at < d.inputs ? 0 : (WIDE - 1) * d.inputs);
     };
-    for (int64_t k = 0; k < whole; k += Element<T>::STEP)
+    for (int64_t k = 0; k < whole; k += E::STEP)
 #pragma GCC unroll 4
         for (int n = 0; n < WIDE; n++) {
-            const typename Element<T>::Weights w(row[n] + k);
+            const typename E::Weights w(row[n] + k);
             if (M <= 2) __builtin_prefetch(ahead(n, k));
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) sum[m][n] = w.add(sum[m][n], x + m * step + k);
@@ -118,51 +126,53 @@ template <int M, int WIDE, bool EVEN, class T> void dense_tile(const Dense<T>& d
     if constexpr (!EVEN)
 #pragma GCC unroll 4
         for (int n = 0; n < WIDE; n++) {
-            const typename Element<T>::Weights w(d.last + std::min(output + n, d.outputs - 1) * Element<T>::STEP);
+            const typename E::Weights w(d.last + std::min(output + n, d.outputs - 1) * E::STEP);
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) sum[m][n] = w.add(sum[m][n], x + m * step + whole);
         }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < WIDE && output + n < d.outputs; n++)
-            Element<T>::store(y + m * d.outputs + output + n, sum_lanes(sum[m][n]));
+            E::store(y + m * d.outputs + output + n, sum_lanes(sum[m][n]));
 }
 
-template <bool EVEN, class T> void dense_rows(const Dense<T>& d, int64_t rows, int64_t output, const Activation<T>* x, T* y) {
+template <bool EVEN, class E>
+void dense_rows(const Dense<Value<E>>& d, int64_t rows, int64_t output, const Activation<E>* x, Value<E>* y) {
+    constexpr int HIGH = E::HIGH, ACROSS = E::ACROSS, ALONE = E::ALONE_ACROSS;
     switch (rows) {
         case 1:
-            for (int n = 0; n < DENSE_ACROSS && output + n < d.outputs; n += ALONE_ACROSS) dense_tile<1, ALONE_ACROSS, EVEN>(d, output + n, x, y);
+            for (int n = 0; n < ACROSS && output + n < d.outputs; n += ALONE) dense_tile<1, ALONE, EVEN, E>(d, output + n, x, y);
             return;
-        case 2: return dense_tile<2, DENSE_ACROSS, EVEN>(d, output, x, y);
-        case 3: return dense_tile<3, DENSE_ACROSS, EVEN>(d, output, x, y);
-        case 4: return dense_tile<std::min(DENSE_HIGH, 4), DENSE_ACROSS, EVEN>(d, output, x, y);
-        case 5: return dense_tile<std::min(DENSE_HIGH, 5), DENSE_ACROSS, EVEN>(d, output, x, y);
-        default: return dense_tile<DENSE_HIGH, DENSE_ACROSS, EVEN>(d, output, x, y);
+        case 2: return dense_tile<2, ACROSS, EVEN, E>(d, output, x, y);
+        case 3: return dense_tile<3, ACROSS, EVEN, E>(d, output, x, y);
+        case 4: return dense_tile<std::min(HIGH, 4), ACROSS, EVEN, E>(d, output, x, y);
+        case 5: return dense_tile<std::min(HIGH, 5), ACROSS, EVEN, E>(d, output, x, y);
+        default: return dense_tile<HIGH, ACROSS, EVEN, E>(d, output, x, y);
     }
 }
 
-template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
-    constexpr int64_t STEP = Element<T>::STEP;
-    const int64_t step = row_size<T>(d.inputs), uneven = step > d.inputs ? d.outputs : 0;
-    const size_t size = size_t(d.rows * step) * sizeof(Activation<T>), more = size_t(uneven * STEP) * sizeof(T);
-    Activation<T>* x = static_cast<Activation<T>*>(aligned_alloc(64, (size + more + 63) & ~size_t(63)));
+template <class E> bool dense_vectors(const Dense<Value<E>>& d, int threads) {
+    constexpr int64_t STEP = E::STEP, ACROSS = E::ACROSS;
+    const int64_t step = row_size<E>(d.inputs), uneven = step > d.inputs ? d.outputs : 0;
+    const size_t size = size_t(d.rows * step) * sizeof(Activation<E>), more = size_t(uneven * STEP) * sizeof(Value<E>);
+    Activation<E>* x = static_cast<Activation<E>*>(aligned_alloc(64, (size + more + 63) & ~size_t(63)));
     if (!x) return false;
-    T* last = reinterpret_cast<T*>(x + d.rows * step);
-    Dense<T> padded = d;
+    Value<E>* last = reinterpret_cast<Value<E>*>(x + d.rows * step);
+    Dense<Value<E>> padded = d;
     padded.last = uneven ? last : nullptr;
-    const Tiling tiling(d.rows, DENSE_HIGH);
-    const int64_t parts = tiling.parts(step * int64_t(sizeof *x)), panels = (d.outputs + DENSE_ACROSS - 1) / DENSE_ACROSS;
-    const auto expand = [&](int64_t m) { expand_row(d.x + m * d.inputs, d.inputs, x + m * step); };
+    const Tiling tiling(d.rows, E::HIGH);
+    const int64_t parts = tiling.parts(step * int64_t(sizeof *x)), panels = (d.outputs + ACROSS - 1) / ACROSS;
+    const auto expand = [&](int64_t m) { expand_row<E>(d.x + m * d.inputs, d.inputs, x + m * step); };
     const auto multiply = [&](int64_t i) {
         for (int64_t t = tiling.tiles * (i / panels) / parts; t < tiling.tiles * (i / panels + 1) / parts; t++) {
             const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-            const int64_t output = i % panels * DENSE_ACROSS;
-            if (uneven) dense_rows<false>(padded, high, output, x + start * step, d.y + start * d.outputs);
-            else dense_rows<true>(d, high, output, x + start * d.inputs, d.y + start * d.outputs);
+            const int64_t output = i % panels * ACROSS;
+            if (uneven) dense_rows<false, E>(padded, high, output, x + start * step, d.y + start * d.outputs);
+            else dense_rows<true, E>(d, high, output, x + start * d.inputs, d.y + start * d.outputs);
         }
     };
     if (threads == 1) {  // not a team of one thread: products of heads are smaller than the start of a team
         for (int64_t m = 0; m < d.rows; m++) expand(m);
-        for (int64_t n = 0; n < uneven; n++) take_last(d.w + n * d.inputs, d.inputs, last + n * STEP);
+        for (int64_t n = 0; n < uneven; n++) take_last<E>(d.w + n * d.inputs, d.inputs, last + n * STEP);
         for (int64_t i = 0; i < parts * panels; i++) multiply(i);
     } else {
 #pragma omp parallel num_threads(threads)
@@ -170,7 +180,7 @@ template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < d.rows; m++) expand(m);
 #pragma omp for schedule(static)
-            for (int64_t n = 0; n < uneven; n++) take_last(d.w + n * d.inputs, d.inputs, last + n * STEP);
+            for (int64_t n = 0; n < uneven; n++) take_last<E>(d.w + n * d.inputs, d.inputs, last + n * STEP);
 #pragma omp for schedule(guided)
             for (int64_t i = 0; i < parts * panels; i++) multiply(i);
         }

@@ -6,10 +6,10 @@
 
 namespace {
 
-enum Stored : int32_t { PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS };  // mirrored by experts.py
+enum Stored : int32_t { PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS, PORTABLE_WEIGHTS };  // mirrored by experts.py
 
 struct Routed {  // mirrored by experts.py
-    const void* const* weights;  // of each expert: a Weight, bf16 [outputs, inputs], or a TableWeight; null: the expert is skipped
+    const void* const* weights;  // of each expert: a Weight, bf16 [outputs, inputs] (also PORTABLE_WEIGHTS), or a TableWeight; null: the expert is skipped
     const int32_t* starts;  // [experts + 1]: expert e has the pairs from starts[e] to starts[e + 1]
     const int32_t* tokens;  // [pairs]: the row of x that a pair reads, or null if pair p reads row p
     const void* x;  // [rows, inputs]
@@ -32,8 +32,10 @@ inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
     char* y = static_cast<char*>(r.y) + first * r.outputs * size;
     const auto* words = reinterpret_cast<const uint16_t*>(x);
     auto* out = reinterpret_cast<uint16_t*>(y);
-    if (r.stored == DENSE_WEIGHTS)
-        return dense_any({static_cast<const uint16_t*>(r.weights[expert]), words, r.outputs, r.inputs, count, out}, threads);
+    if (r.stored == DENSE_WEIGHTS || r.stored == PORTABLE_WEIGHTS) {
+        const Dense<uint16_t> d{static_cast<const uint16_t*>(r.weights[expert]), words, r.outputs, r.inputs, count, out};
+        return dense_any(d, r.stored == PORTABLE_WEIGHTS, threads);
+    }
     const Weight& w = packed_of(r, expert);
     return by_bits(w, [&](auto bits) {
         constexpr int B = bits.value;

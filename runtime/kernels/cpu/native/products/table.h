@@ -19,6 +19,7 @@ struct TableWeight {  // mirrored by build.py
     const float* values;  // 16, for TABLE_4_BITS
     int64_t rows, inputs, stride, group;  // group: a multiple of 16
     int32_t kind, scale_type;
+    int32_t portable;  // whether sums have LANE lanes, in one order, on every processor
 };
 
 constexpr int CODE_VECTORS = LANE / WIDE;  // vectors that 16 codes fill
@@ -43,6 +44,7 @@ struct FourBits {
         w[0] = entries(_mm512_set1_epi64(both), WideInt{0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28});
     }
     static V16 arrange(V16 x) { return __builtin_shuffle(x, I16{0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15}); }
+    static constexpr int place(int code) { return code % 8 * 2 + code / 8; }  // the lane of a code
     Wide entries(__m512i words, WideInt shift) const {
         return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, (__m512i)shift), values[0]);
     }
@@ -62,6 +64,7 @@ struct FourBits {
     }
     void arranged(const uint8_t* at, Wide (&w)[2]) const { decode(at, w); }
     static V16 arrange(V16 x) { return x; }
+    static constexpr int place(int code) { return code; }
 #endif
 };
 
@@ -88,6 +91,7 @@ template <int MANTISSA> struct EightBits {
     }
     void arranged(const uint8_t* at, Wide (&w)[CODE_VECTORS]) const { decode(at, w); }
     static V16 arrange(V16 x) { return x; }
+    static constexpr int place(int code) { return code; }
 };
 
 template <class Use> inline void by_kind(const TableWeight& t, Use use) {
@@ -112,52 +116,70 @@ inline Wide spread_scale(const TableWeight& t, int64_t index) {
     return spread(scale_at(t, index));
 }
 
+template <class Codes> inline float sum_in_order(const Wide (&v)[CODE_VECTORS]) {
+    float lanes[LANE], sum = 0;
+    memcpy(lanes, v, sizeof lanes);
+    for (int code = 0; code < LANE; code++) sum += lanes[Codes::place(code)];
+    return sum;
+}
+
 // x fp32 [M, inputs], arranged, times R rows from n, to y [R][M]: sums over a group, then over groups, in an order that does not
-// depend on M and R.
-template <int M, int R, class Codes>
+// depend on M and R. Portable sums have LANE lanes, others one vector.
+template <bool PORTABLE, int M, int R, class Codes>
 inline void table_rows(const TableWeight& t, const Codes& codes, int64_t n, const float* x, float (*y)[M]) {
+    constexpr int SUMS = PORTABLE ? CODE_VECTORS : 1;
     const int64_t groups = t.inputs / t.group;
     const uint8_t* at = t.codes + n * t.stride;
-    Wide all[R][M] = {};
+    Wide all[R][M][SUMS] = {};
     for (int64_t g = 0; g < groups; g++) {
-        Wide sum[R][M] = {};
+        Wide sum[R][M][SUMS] = {};
         for (int64_t i = g * t.group; i < (g + 1) * t.group; i += LANE)
             for (int r = 0; r < R; r++) {
                 Wide w[CODE_VECTORS];
                 codes.arranged(at + r * t.stride + Codes::bytes(i), w);
                 for (int part = 0; part < CODE_VECTORS; part++)
-                    for (int m = 0; m < M; m++)
-                        sum[r][m] = multiply_add(w[part], wide(x + m * t.inputs + i + part * WIDE), sum[r][m]);
+                    for (int m = 0; m < M; m++) {
+                        Wide& to = sum[r][m][part % SUMS];
+                        to = multiply_add(w[part], wide(x + m * t.inputs + i + part * WIDE), to);
+                    }
             }
         for (int r = 0; r < R; r++) {
             const Wide scale = spread_scale(t, (n + r) * groups + g);
-            for (int m = 0; m < M; m++) all[r][m] = multiply_add(sum[r][m] * Codes::FACTOR, scale, all[r][m]);
+            for (int m = 0; m < M; m++)
+                for (int i = 0; i < SUMS; i++) all[r][m][i] = multiply_add(sum[r][m][i] * Codes::FACTOR, scale, all[r][m][i]);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) y[r][m] = total(all[r][m]);
+        for (int m = 0; m < M; m++)
+            if constexpr (PORTABLE) y[r][m] = sum_in_order<Codes>(all[r][m]);
+            else y[r][m] = total(all[r][m][0]);
 }
 
 // M rows of x from row m times rows [first, end) of the weight, R at a time: as many sums as registers hold.
-template <int M, int R, class Codes, class Put>
+template <bool PORTABLE, int M, int R, class Codes, class Put>
 inline void table_block(const TableWeight& t, const Codes& codes, int64_t first, int64_t end, const float* x, int64_t m, Put put) {
     int64_t n = first;
     for (float y[R][M]; n + R <= end; n += R) {
-        table_rows<M, R>(t, codes, n, x + m * t.inputs, y);
+        table_rows<PORTABLE, M, R>(t, codes, n, x + m * t.inputs, y);
         for (int r = 0; r < R; r++)
             for (int each = 0; each < M; each++) put(m + each, n + r, y[r][each]);
     }
-    if constexpr (R > 1) table_block<M, 1>(t, codes, n, end, x, m, put);
+    if constexpr (R > 1) table_block<PORTABLE, M, 1>(t, codes, n, end, x, m, put);
 }
 
 // Rows x fp32 [rows, inputs], arranged, times rows [first, end) of the weight; each product is passed on with its row of x and of
 // the weight.
+template <bool PORTABLE, class Codes, class Put>
+inline void table_part_as(const TableWeight& t, const Codes& codes, int64_t first, int64_t end, const float* x, int64_t rows, Put put) {
+    int64_t m = 0;
+    for (; m + 4 <= rows; m += 4) table_block<PORTABLE, 4, WIDE / 4>(t, codes, first, end, x, m, put);
+    for (; m + 2 <= rows; m += 2) table_block<PORTABLE, 2, WIDE / 4>(t, codes, first, end, x, m, put);
+    for (; m < rows; m++) table_block<PORTABLE, 1, 4>(t, codes, first, end, x, m, put);
+}
 template <class Codes, class Put>
 inline void table_part(const TableWeight& t, const Codes& codes, int64_t first, int64_t end, const float* x, int64_t rows, Put put) {
-    int64_t m = 0;
-    for (; m + 4 <= rows; m += 4) table_block<4, WIDE / 4>(t, codes, first, end, x, m, put);
-    for (; m + 2 <= rows; m += 2) table_block<2, WIDE / 4>(t, codes, first, end, x, m, put);
-    for (; m < rows; m++) table_block<1, 4>(t, codes, first, end, x, m, put);
+    if (t.portable) table_part_as<true>(t, codes, first, end, x, rows, put);
+    else table_part_as<false>(t, codes, first, end, x, rows, put);
 }
 
 // x fp32 [rows, inputs] to y fp32 [rows, t.rows].
