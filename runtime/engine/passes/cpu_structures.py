@@ -14,8 +14,7 @@ from mycli.runtime.kernels.cpu.layer import (
     pointer,
 )
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
-from mycli.runtime.kernels.cpu.matmul import CpuMatmul
-from mycli.runtime.kernels.cpu.portable import PortableMatmul
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, PortableMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.feed_forward import Mlp

@@ -15,8 +15,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
-from mycli.runtime.kernels.cpu.matmul import CpuMatmul, dense_product, no_memory_error
-from mycli.runtime.kernels.cpu.portable import PortableMatmul
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, PortableMatmul, dense_product, no_memory_error
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
 from mycli.runtime.kernels.routed import Route, decline_routing
 from mycli.runtime.models.experts_spec import RoutingSpec

@@ -15,6 +15,7 @@ from torch import Tensor
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from mycli.runtime.utils.memory import HUGE, huge_empty
@@ -294,3 +295,14 @@ def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
         library.read(memory.data_ptr(), nbytes, torch.get_num_threads())
         best = min(best, time.perf_counter() - start)
     return nbytes / best
+
+
+class PortableMatmul(DenseMatmul):
+    """A dense weight [N, K] whose products are those of portable_dense.h."""
+
+    def __init__(self, library: Native, weight: Tensor) -> None:
+        super().__init__(weight.contiguous())
+        self._library = library
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply_dense(self._library, x, self._weight, portable=True)

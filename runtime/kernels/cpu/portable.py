@@ -3,12 +3,11 @@
 import platform
 
 import torch
-from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, Native
-from mycli.runtime.kernels.cpu.matmul import multiply_dense
+from mycli.runtime.kernels.cpu.library.build import ROW_TYPES
+from mycli.runtime.kernels.cpu.matmul import PortableMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul
@@ -26,17 +25,6 @@ def decline_portable(device: torch.device, dtype: torch.dtype) -> Declined | Non
     if isinstance(library, Declined):
         return library
     return _NO_FMA if library.isa == "plain" and platform.machine() == "x86_64" else None
-
-
-class PortableMatmul(DenseMatmul):
-    """A dense weight [N, K] whose products are those of portable_dense.h."""
-
-    def __init__(self, library: Native, weight: Tensor) -> None:
-        super().__init__(weight.contiguous())
-        self._library = library
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return multiply_dense(self._library, x, self._weight, portable=True)
 
 
 def portable_product(matmul: Matmul) -> Matmul:

@@ -9,8 +9,8 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.latent import native_head_product, native_latent_attention
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
-from mycli.runtime.kernels.cpu.matmul import multiply_dense
-from mycli.runtime.kernels.cpu.portable import PortableMatmul, decline_portable, portable_product
+from mycli.runtime.kernels.cpu.matmul import PortableMatmul, multiply_dense
+from mycli.runtime.kernels.cpu.portable import decline_portable, portable_product
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.kernels.reference import DenseMatmul
