@@ -75,6 +75,7 @@ def test_standard_input_that_is_the_prompt_is_waited_for(words: str | None, pipe
 
 def test_a_flood_is_refused_and_not_kept(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_input, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(prompt_input, "SILENCE", 60.0)  # a busy machine may keep the writer waiting
     flood = subprocess.Popen(["yes"], stdout=pipe.writer, stderr=subprocess.DEVNULL)
     pipe.end()
     try:
