@@ -28,7 +28,7 @@ from mycli.runtime.utils.units import human_bytes, pluralize
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.selftest import KernelFinding
-    from mycli.runtime.engine.model_runner import ModelRunner
+    from mycli.runtime.engine.loading.loader import LoadedModel
     from mycli.runtime.engine.pass_choices import PassChoice
 
 EXAMPLES = (
@@ -102,21 +102,22 @@ def _warm_text(passes: int) -> str:
     return f"kernels of {passes} passes compiled and kept" if passes else "nothing to compile on this device"
 
 
-def _portable(runner: "ModelRunner") -> dict[str, Any]:
+def _portable(loaded: "LoadedModel") -> dict[str, Any]:
     from mycli.runtime.engine.loading.portable import decline_model, differing_parts
 
-    declined = decline_model(runner.model, runner.passes)
+    runner = loaded.runner
+    declined = decline_model(runner.model, runner.passes, loaded.embedder is not None)
     return {"declined": None if declined is None else reason(declined), "differing": differing_parts(runner.model)}
 
 
 def _portable_text(portable: dict[str, Any]) -> str:
-    """Whether the model has the same bits on every CPU, with and without the option, and why not."""
+    """Return whether the bits are the same on every x86 CPU, with the option and without it, and why not."""
     if portable["declined"] is not None:
         return f"not available: {portable['declined']}"
     if not portable["differing"]:
-        return "on every CPU with --portable-bits; without it on CPUs without AMX"
+        return "the same on every x86 CPU with --portable-bits, and on those without AMX also without it"
     first, count = portable["differing"][0], pluralize(len(portable["differing"]), "product")
-    return f"on every CPU with --portable-bits; without it {count} differ, such as {first}"
+    return f"the same on every x86 CPU with --portable-bits; without it {count} differ, such as {first}"
 
 
 def _verdict(kernel: dict[str, Any]) -> str:
@@ -229,7 +230,7 @@ def doctor(
         if warm:
             warmed = warm_up_engine(call, opened)
         choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
-        portable = _portable(opened.model.runner)
+        portable = _portable(opened.model)
         if save:
             golden = upgrade_guard.save_record(call, opened)
         elif compare or due_record(opened) is not None:

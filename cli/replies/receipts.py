@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 _DRAFTS = ("none", "ngram", "mtp")  # a draft model has files that the receipt does not cover
 # Settings of the engine that may change a token. Threads and memory limits change none.
 _SETTINGS = (
-    *("dtype", "kv", "activations", "portable_bits", "shadow", "fp8_prompts", "draft", "context"),
+    "dtype",
+    "kv",
+    "activations",
+    "portable_bits",
+    "shadow",
+    "fp8_prompts",
+    "draft",
+    "context",
     "allow_nonfinite",
 )
 _LATER = {"fp8_prompts": False, "portable_bits": False}  # settings that the first receipts do not have

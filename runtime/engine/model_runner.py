@@ -91,10 +91,8 @@ class ModelRunner:
     def rope(self, context: int) -> Rope:
         """Return rotary tables of at least `context` positions, shared by all caches."""
         if self._rope is None or context > self._positions:
-            self._rope, self._positions = (
-                Rope(self.config, context, self.device, self.dtype, self.model.portable),
-                context,
-            )
+            self._rope = Rope(self.config, context, self.device, self.dtype, self.model.portable)
+            self._positions = context
         return self._rope
 
     def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:

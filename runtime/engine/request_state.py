@@ -110,7 +110,7 @@ class TokensAhead:
     def next(
         self, scheduled: Sequence[ScheduledSequence], states: Mapping[int, RequestState], scheduler: Scheduler
     ) -> TokenSteps | None:
-        """Return the next tokens of the scheduled sequences; None, and `drop`, if they are to be sampled from logits.
+        """Return the next tokens of the scheduled sequences; None, as after `drop`, if logits are to be sampled.
 
         All must decode without drafts, with settings that a pass samples with.
         """

@@ -12,8 +12,13 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 
 
-def decline_model(model: Transformer, passes: Passes) -> Declined | None:
-    """Return why portable bits are not available for a model, or None: native code then computes all of it."""
+def decline_model(model: Transformer, passes: Passes, embeds: bool) -> Declined | None:
+    """Return why portable bits are not available for a model, or None: native code then computes all of it.
+
+    embeds: the model computes embeddings.
+    """
+    if embeds:
+        return Declined("computes-embeddings")
     # Parts that native code does not run may use functions and sums of torch, which differ between processors.
     declined = decline_portable(model.device, model.dtype) or passes.declined.get("cpu")
     native = (candidate for candidate in passes.passes if isinstance(candidate, CpuPass))
@@ -22,9 +27,7 @@ def decline_model(model: Transformer, passes: Passes) -> Declined | None:
 
 def require_portable(folder: ModelFolder, model: Transformer, passes: Passes) -> None:
     """Raise ModelError unless all of the model is computed with portable bits."""
-    declined = decline_model(model, passes)
-    if folder.embedding is not None:
-        declined = Declined("computes-embeddings")
+    declined = decline_model(model, passes, folder.embedding is not None)
     if declined is not None:
         message = "this model has no portable bits on this machine"
         raise ModelError(message, code="without-portable-bits", data={"declined": declined})

@@ -66,7 +66,7 @@ def peak_of(folder: Path) -> Iterator[list[int]]:
     peak, stop = [0], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.02):
+        while not stop.wait(0.005):
             peak[0] = max(peak[0], occupied(folder))
 
     thread = threading.Thread(target=watch)

@@ -93,7 +93,8 @@ def test_without_the_option_nothing_is_portable(folders: Path) -> None:
     path, _ = _model(folders, "llama-biases")
     runner = load(path, portable=False)
     assert not runner.model.portable and not any(linear.portable for linear in _linears(runner))
-    assert decline_model(runner.model, runner.passes) is None
+    assert decline_model(runner.model, runner.passes, embeds=False) is None
+    assert decline_model(runner.model, runner.passes, embeds=True) == Declined("computes-embeddings")
     assert "lm_head" in differing_parts(runner.model)
     packed, _ = _model(folders, PACKED)
     assert differing_parts(load(packed, portable=False).model) == ["lm_head"]

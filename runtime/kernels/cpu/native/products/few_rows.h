@@ -89,9 +89,9 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
     }
 }
 
-// Rows up to which codes unpacked in registers beat a panel; without dot products of words a panel is better from few rows. More than
-// PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them next to
-// the dot products; Intel's have the same ports for both.
+// Rows up to which codes unpacked in registers beat a panel, which shorter vectors need from fewer rows. More than PART rows are
+// multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them next to the dot
+// products; Intel's have the same ports for both.
 #if WIDTH == 64 && defined(BF16_DOT)
 constexpr int64_t FEW = 128, BYTE_FEW = 128;
 #elif WIDTH == 64
