@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton import attention as triton_attention
 from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_stages, attend_warps, combination
-from mycli.runtime.kernels.triton.gated_silu import SiluArguments, silu_epilogue, silu_kernel
+from mycli.runtime.kernels.triton.gated_silu import SiluArguments, silu_epilogue
 from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
 from mycli.runtime.kernels.triton.product import gemm as triton_matmul
@@ -28,10 +28,10 @@ from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k
 from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
 from mycli.runtime.kernels.triton.prompt_attention import PromptArguments, attend_prompt_kernel, prompt_tile
 from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
-from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
+from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, mass_kernel, peak_kernel, sample_kernel
-from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
+from mycli.runtime.kernels.triton.split_k import Epilogue, epilogue_kernel, reduce_kernel
 from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, Limit, LogitSource, narrow_kernel
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
@@ -223,8 +223,8 @@ def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
         yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
         given = summed | {"shared": shared, "gates": gate}
         yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
-    gated = parts | {"args": SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16, False)}
-    yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=loose)
+    gated = SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16, False)
+    yield _alone(pdl, "SiLU of experts", Epilogue(silu_epilogue, None, gated, 128, 2))
 
 
 def sample_builds() -> Iterator[Build]:
@@ -256,13 +256,30 @@ def sample_builds() -> Iterator[Build]:
     yield Build("likeliest", sample_kernel, likeliest, greedy, unaligned=loose)
 
 
+def _alone(pdl: dict[str, Any], name: str, epilogue: Epilogue, parts: str = "*fp32") -> Build:
+    """Return the build of an epilogue that is a launch of its own."""
+    types = {"parts": parts, "count": "i32", "rows": "i32", "epilogue": epilogue._replace(counters=None)}
+    loose = ("rows_padded", "count", "rows", "tokens", "heads", "kv_heads", "pieces", "table_width")
+    return Build(name, epilogue_kernel, types, pdl, warps=min(4, epilogue.arguments.ROWS), unaligned=loose)
+
+
+def _with_epilogue(
+    capability: int, packing: Packing, shape: Tile, name: str, rms: bool, epilogue: Epilogue
+) -> Iterator[Build]:
+    """Yield a product with an epilogue, or the epilogue alone where it is a launch of its own."""
+    if shape.epilogue_in_product:
+        yield _multiply(capability, packing, shape, name, rms, epilogue)
+    else:
+        yield _alone({"PDL": capability >= 90}, name.strip(), epilogue)
+
+
 def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     """Yield the epilogues of a layer's products: name, whether x came from a norm, and the epilogue."""
     tiles = max(1, tile.block_n // 128)
-    rows, both = (tile.rows_at_once(rows, columns * 128 * tiles) for columns in (1, 2))
+    rows = tile.rows_at_once(rows)
     normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
-    gated = SiluArguments("i32", _OPERAND, both, tiles, tl.bfloat16, False)
+    gated = SiluArguments("i32", _OPERAND, rows, tiles, tl.bfloat16, False)
     yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
     for name, stored, scales in (
         ("rotate", "*bf16", None),
@@ -280,9 +297,9 @@ def family_builds(capability: int) -> Iterator[Build]:
     loose = ("rows", "rows_padded", "pieces", "heads", "kv_heads", "tokens", "table_width")
     for rows in (1, 16):
         shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
-        at_once, both = (shape.rows_at_once(rows, width) for width in (128, 256))
+        at_once = shape.rows_at_once(rows)
         summed = SumArguments("*bf16", "i32", None, "*fp32", "i32", 128, 128, at_once)
-        gated = SiluArguments("i32", _OPERAND, both, 1, tl.bfloat16, True)
+        gated = SiluArguments("i32", _OPERAND, at_once, 1, tl.bfloat16, True)
         normed = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", ROWS=at_once)
         epilogues = {
             "sum": Epilogue(sum_epilogue, "*i32", summed, 128, 1),
@@ -291,7 +308,7 @@ def family_builds(capability: int) -> Iterator[Build]:
             "rotate a half": Epilogue(rope_epilogue, "*i32", normed._replace(ROTARY=32), 128, 1),
         }
         for name, epilogue in epilogues.items():
-            yield _multiply(capability, packing, shape, f" {name} {rows}", True, epilogue)
+            yield from _with_epilogue(capability, packing, shape, f" {name} {rows}", True, epilogue)
     residual = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
     # Before a head that is not packed the stream has no next norm.
     last = residual._replace(gain=None, squares=None, into=Operand(None, None, "i32", 0, 128, False))
@@ -302,8 +319,7 @@ def family_builds(capability: int) -> Iterator[Build]:
         added = {"y": "*bf16", "squares": "*fp32", "gain": "*bf16", "eps": "fp32", "args": args}
         yield Build(f"add a normed sum{how}", norm_add_kernel, added | sizes, {"PIECES": 32} | pdl, unaligned=loose)
     whole = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", squares="*fp32", HEADS=32)
-    turned = {"projected": "*bf16", "rows": "i32", "args": whole}
-    yield Build("rotate after norms of all heads", rope_kernel, turned, pdl, warps=1, unaligned=loose)
+    yield _alone(pdl, "rotate after norms of all heads", Epilogue(rope_epilogue, None, whole, 128, 1), "*bf16")
 
 
 def decode_builds(capability: int) -> Iterator[Build]:
@@ -319,14 +335,12 @@ def decode_builds(capability: int) -> Iterator[Build]:
     for rows in (1, *TILE_ROWS):
         shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
         if rows == 64:
-            padded = Epilogue(
-                rope_epilogue, "*i32", _ROTATED._replace(counts="*i32", ROWS=shape.rows_at_once(64, 128)), 128, 1
-            )
-            yield _multiply(capability, packing, shape, " rotate a padded prompt", True, padded)
+            args = _ROTATED._replace(counts="*i32", ROWS=shape.rows_at_once(64))
+            yield _alone(pdl, "rotate a padded prompt", Epilogue(rope_epilogue, None, args, 128, 1))
         for name, rms, epilogue in _epilogues(shape, rows):
             if name in ("rotate int8", "rotate int4") and rows > 8:  # they differ in how a row is stored
                 continue
-            yield _multiply(capability, packing, shape, f" {name} {rows}", rms, epilogue)
+            yield from _with_epilogue(capability, packing, shape, f" {name} {rows}", rms, epilogue)
     for name, stored, scales in _CACHES:
         cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
         strides = dict.fromkeys(("block_stride", "head_stride", "block_size", "table_width"), "i32")
@@ -350,6 +364,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "WINDOW": False,
                 "DOT": tl.bfloat16,
                 "ASM": True,
+                "LEAST_TURNS": triton_attention.LEAST_TURNS,
             }
             warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)
             stages = attend_stages(chip, 128, max(8, 4 * tokens), 1 if scales else 2)

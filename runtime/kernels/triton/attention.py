@@ -22,7 +22,7 @@ from mycli.runtime.kernels.triton.int4_cache import (
     whole_rows,
 )
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.pdl import pdl_wait
+from mycli.runtime.kernels.triton.pdl import pdl_wait, prefetch_run
 from mycli.runtime.kernels.triton.product.activation import Operand, columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
@@ -39,6 +39,7 @@ BLOCK_K = KEY_BLOCK  # keys per iteration of the loop
 NARROWEST_HEAD = 9  # rounded up to a power of two, the inner dimension of a product of MMAs is at least 16
 MAX_QUERIES = 64  # per program: tokens times the heads that share a key-value head
 _MAX_SPLITS = 64
+LEAST_TURNS = 4  # of a split: with fewer, combining costs more than reading keys side by side saves
 
 
 @triton.jit(noinline=True)  # inlined, its addresses would take registers from the key loop
@@ -51,6 +52,7 @@ def _combine(
     end,  # end of the tiles whose heads are complete
     heads,
     splits,
+    active,  # splits with keys, the first ones; the others are not stored
     sinks,
     into,
     GROUP: tl.constexpr,
@@ -71,9 +73,9 @@ def _combine(
     top = tl.full(place.shape, float("-inf"), tl.float32)
     total = tl.zeros(place.shape, tl.float32)
     out = tl.zeros(place.shape, tl.float32)
-    for first in tl.range(0, splits, SPLITS):
+    for first in tl.range(0, active, SPLITS):
         split = (first + tl.arange(0, SPLITS))[:, None, None]
-        source, mask = place[None] + split * BLOCK_Q, inside & (split < splits)
+        source, mask = place[None] + split * BLOCK_Q, inside & (split < active)
         tops = tl.load(stats + source * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(stats + source * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
         outs = tl.load(outputs + source * HEAD_DIM + lane[None], mask=mask, other=0.0, cache_modifier=".cg")
@@ -133,11 +135,11 @@ def attend_kernel(
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
     TILES: tl.constexpr,  # tiles combined at a time
     SPLITS: tl.constexpr,  # splits combined at a time
+    LEAST_TURNS: tl.constexpr,  # of a split
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Grid (splits, kv_heads, query blocks of all sequences)."""
-    if PDL:
-        pdl_wait()
+    # Lengths and the block table are not written by the launch before, so they are loaded while it runs.
     split, kv_head, query_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     if SPLIT_QUERIES:
@@ -155,20 +157,29 @@ def attend_kernel(
     token, lane = column // GROUP, tl.arange(0, BLOCK_D)
     position = first_position + token
     head = (row + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
+    INT4: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16 if INT4 else HEAD_DIM  # stored numbers of a key
+    table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
+    first = tl.maximum(first_position - window + 1, 0) // BLOCK_K if WINDOW else 0
+    blocks = tl.cdiv(length, BLOCK_K)
+    share = tl.maximum(tl.cdiv(blocks - first, splits), LEAST_TURNS)
+    active = tl.maximum(tl.cdiv(blocks - first, share), 1)
+    start = first + split * share
+    # The block of the next turn is loaded a turn early: its keys wait for it.
+    next_page = tl.load(table + (tl.minimum(start // TURNS, table_width - 1) if TURNS else 0))
+    if PDL:
+        inside = start % TURNS if TURNS else start
+        size = (tl.minimum(start + share, blocks) - start) * (BLOCK_K * ROW)
+        base = next_page.to(tl.int64) * block_stride + head_base + inside * tl.full((), BLOCK_K * ROW, tl.int64)
+        prefetch_run(keys + base, size * (keys.dtype.element_ty.primitive_bitwidth // 8))
+        prefetch_run(values + base, size * (keys.dtype.element_ty.primitive_bitwidth // 8))
+        pdl_wait()
     q_mask = (column[:, None] < here * GROUP) & (lane[None, :] < HEAD_DIM)
     q = tl.load(query + head[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(DOT)
-    INT4: tl.constexpr = keys.dtype.element_ty == tl.uint8
     FACTOR: tl.constexpr = HEAD_DIM**-0.5  # makes the Hadamard transform orthonormal
     if INT4:
         rotated_q = hadamard_rows(q.to(tl.float32), BLOCK_Q, HEAD_DIM) * FACTOR
         q, q_upper = lower_and_upper(rotated_q.to(DOT), BLOCK_Q, HEAD_DIM)
-    table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
-    first = tl.maximum(first_position - window + 1, 0) // BLOCK_K if WINDOW else 0
-    blocks = tl.cdiv(length, BLOCK_K)
-    share = tl.cdiv(blocks - first, splits)
-    start = first + split * share
-    # The block of the next turn is loaded a turn early: its keys wait for it.
-    next_page = tl.load(table + (tl.minimum(start // TURNS, table_width - 1) if TURNS else 0))
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     # Of 8-bit values a thread loads 16 bytes and stores 32 to shared memory, once they are converted: stored as two
@@ -184,7 +195,6 @@ def attend_kernel(
         base = page.to(tl.int64) * block_stride + head_base
         scale_base = (page * kv_heads + kv_head).to(tl.int64) * block_size + inside * BLOCK_K + tl.arange(0, BLOCK_K)
         if INT4:
-            ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16
             place = base + inside * tl.full((), BLOCK_K * ROW, tl.int64)
             k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, False)
             v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, True)
@@ -230,22 +240,23 @@ def attend_kernel(
         if INT4:
             whole = hadamard_rows(whole, BLOCK_Q, HEAD_DIM) * FACTOR
         out = whole.trans()
-    part = ((query_block * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
-    tl.store(outputs + part[None, :] * HEAD_DIM + lane[:, None], out, mask=lane[:, None] < HEAD_DIM)
-    tl.store(stats + part * 2, top)
-    tl.store(stats + part * 2 + 1, total)
+    if split < active:
+        part = ((query_block * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
+        tl.store(outputs + part[None, :] * HEAD_DIM + lane[:, None], out, mask=lane[:, None] < HEAD_DIM)
+        tl.store(stats + part * 2, top)
+        tl.store(stats + part * 2 + 1, total)
 
-    unit, units = kv_head // UNIT, tl.cdiv(kv_heads, UNIT)
-    sharing = tl.minimum(UNIT, kv_heads - unit * UNIT)
-    if last_to_arrive(counters + query_block * units + unit, sharing * splits):
-        SPAN: tl.constexpr = UNIT * GROUP * HEAD_DIM // into.TILE_K
-        parts = query_block.to(tl.int64) * kv_heads * splits * BLOCK_Q
-        end = tl.minimum((unit + 1) * SPAN, into.tiles)
-        for tile in tl.range(unit * SPAN, end, TILES):
-            _combine(
-                outputs + parts * HEAD_DIM, stats + parts * 2, row, here, tile, end, kv_heads * GROUP, splits,
-                sinks, into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
-            )  # fmt: skip
+        unit, units = kv_head // UNIT, tl.cdiv(kv_heads, UNIT)
+        sharing = tl.minimum(UNIT, kv_heads - unit * UNIT)
+        if last_to_arrive(counters + query_block * units + unit, sharing * active):
+            SPAN: tl.constexpr = UNIT * GROUP * HEAD_DIM // into.TILE_K
+            parts = query_block.to(tl.int64) * kv_heads * splits * BLOCK_Q
+            end = tl.minimum((unit + 1) * SPAN, into.tiles)
+            for tile in tl.range(unit * SPAN, end, TILES):
+                _combine(
+                    outputs + parts * HEAD_DIM, stats + parts * 2, row, here, tile, end, kv_heads * GROUP, splits,
+                    active, sinks, into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
+                )  # fmt: skip
 
 
 def splits(chip: Chip, programs: int, capacity: int) -> int:
@@ -255,7 +266,7 @@ def splits(chip: Chip, programs: int, capacity: int) -> int:
     bits of the result, stays while it grows.
     """
     fill = max(1, 2 * chip.processors // programs)
-    return min(_MAX_SPLITS, fill, max(1, capacity // (4 * BLOCK_K)))
+    return min(_MAX_SPLITS, fill, max(1, capacity // (LEAST_TURNS * BLOCK_K)))
 
 
 def combination(tokens: int, columns: int, tile_k: int, parts: int, warps: int) -> dict[str, int]:
@@ -374,7 +385,7 @@ def launch_attention(
         TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
         CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
         **combination(block_tokens, group * head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
-        PDL=chip.pdl, launch_pdl=chip.pdl,
+        LEAST_TURNS=LEAST_TURNS, PDL=chip.pdl, launch_pdl=chip.pdl,
         num_warps=attend_warps(block_q), num_stages=attend_stages(chip, head_dim, block_q, cache.keys.element_size()),
     )  # fmt: skip
 

@@ -11,15 +11,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, launch_epilogue
 from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 # Values are rounded to the model's dtype where the plain pass rounds them.
 
-_SPAN = 128  # columns of a program of `silu_kernel`
+_SPAN = 128  # columns of a piece of parts that are there already
 
 
 class SiluArguments(NamedTuple):
@@ -55,14 +54,6 @@ def silu_epilogue(parts, count, piece, row, rows, args):
     store_activation(value, row, tile, (row < rows) & (tile < args.into.tiles), args.into)
 
 
-@triton.jit(do_not_specialize=["count", "rows"])
-def silu_kernel(parts, count, rows, args, PDL: tl.constexpr):
-    """Grid (pieces, rows): the epilogue as a launch of its own."""
-    if PDL:
-        pdl_wait()
-    silu_epilogue(parts, count, tl.program_id(0), tl.program_id(1), rows, args)
-
-
 def activate(
     x: Activation,
     product: TritonMatmul,
@@ -77,24 +68,21 @@ def activate(
     rows = x.values.shape[0]
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
-    args = _arguments(into, product.n // 2, x.tile.rows_at_once(rows, 2 * span), span, dtype, gelu, bias)
-    product.partial(x, epilogue=Epilogue(silu_epilogue, counters, args, constexpr(span), constexpr(2)))
+    epilogue = _epilogue(into, product.n // 2, x.tile.rows_at_once(rows), span, dtype, gelu, bias)
+    product.partial(x, epilogue=epilogue._replace(counters=counters))
     return into
 
 
 def activate_parts(parts: Tensor, dtype: torch.dtype, following: TritonMatmul, tile: Tile) -> Activation:
     """Return SiLU(gate) * up of split-K parts fp32 [count, rows, 2 * size] as an operand of `following`."""
     check_contiguous(parts)
-    count, rows, width = parts.shape
+    _, rows, width = parts.shape
     into = following.activation(rows, tile)
-    span, pdl = max(_SPAN, into.tile_k), following.chip.pdl
-    args = _arguments(into, width // 2, 1, span, dtype)
-    grid = (-(-width // 2 // span), rows)
-    silu_kernel[grid](parts, count, rows, args, PDL=pdl, launch_pdl=pdl, num_warps=1)
+    launch_epilogue(parts, _epilogue(into, width // 2, 1, max(_SPAN, into.tile_k), dtype), following.chip.pdl)
     return into
 
 
-def _arguments(
+def _epilogue(
     into: Activation,
     size: int,
     rows: int,
@@ -102,7 +90,9 @@ def _arguments(
     dtype: torch.dtype,
     gelu: bool = False,
     bias: Tensor | None = None,
-) -> SiluArguments:
+) -> Epilogue:
     model_dtype = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
     tiles = constexpr(span // into.tile_k)
-    return SiluArguments(size, into.operand(), constexpr(rows), tiles, constexpr(model_dtype), constexpr(gelu), bias)
+    constants = constexpr(rows), tiles, constexpr(model_dtype), constexpr(gelu)
+    args = SiluArguments(size, into.operand(), *constants, bias)
+    return Epilogue(silu_epilogue, None, args, constexpr(span), constexpr(2))

@@ -32,10 +32,23 @@ def prefetch_weights(start, first, last, stride, size, RUNS: tl.constexpr, WARPS
     thread = tl.arange(0, 32 * WARPS)
     run = tl.minimum(first + thread // THREADS, last)
     count = tl.where(thread % THREADS == 0, tl.minimum(size, _EARLY // RUNS), 0)
+    _prefetch(start.to(tl.int64) + run.to(tl.int64) * stride, count)
+
+
+@triton.jit
+def prefetch_run(start, size):
+    """Prefetch the beginning of `size` bytes from a pointer to the L2 cache, none if negative."""
+    thread = tl.arange(0, 128)
+    begin = start.to(tl.int64) // 16 * 16
+    _prefetch(begin + thread * 0, tl.where(thread == 0, tl.minimum(size // 16 * 16, _EARLY), 0))
+
+
+@triton.jit
+def _prefetch(address, count):
     tl.inline_asm_elementwise(  # a prefetch of 0 bytes is undefined, hence the predicate
         "{ .reg .pred some; setp.gt.s32 some, $2, 0; mov.u32 $0, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; }",
         "=&r,l,r",
-        [start.to(tl.int64) + run.to(tl.int64) * stride, count],
+        [address, count],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

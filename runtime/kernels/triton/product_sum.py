@@ -56,7 +56,7 @@ def sum_parts(
     y = torch.empty((rows, product.n), dtype=dtype, device=device)
     squares = torch.empty((-(-product.n // span), x.sums.shape[1]), dtype=torch.float32, device=device)
     block = triton.next_power_of_2(span)
-    constants = map(constexpr, (span, block, x.tile.rows_at_once(rows, block)))
+    constants = map(constexpr, (span, block, x.tile.rows_at_once(rows)))
     args = SumArguments(y, product.n, bias, squares, squares.shape[1], *constants)
     product.partial(x, epilogue=Epilogue(sum_epilogue, counters, args, constexpr(span), constexpr(1)))
     return y, squares

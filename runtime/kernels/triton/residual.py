@@ -173,7 +173,7 @@ def residual_arguments(
     (rows, size), block = stream.shape, tile.block_n
     extra = residual.bias, None if residual.scale == 1.0 else residual.scale, residual.scalar
     if norm is None:
-        at_once = constexpr(tile.rows_at_once(rows, block))
+        at_once = constexpr(tile.rows_at_once(rows))
         plain = Operand(None, None, -(-size // block), 0, constexpr(block), constexpr(False))
         return ResidualArguments(stream, size, None, None, plain, at_once, constexpr(1), *extra), block, None
     into = norm.product.activation(rows, into_tile)
@@ -182,7 +182,7 @@ def residual_arguments(
     if norm.gain is not None:
         sums = torch.empty((pieces, into.sums.shape[1]), dtype=torch.float32, device=stream.device)
         into = replace(into, rms=RmsScale(sums, pieces, size, norm.eps, constexpr(triton.next_power_of_2(pieces))))
-    at_once, tiles = constexpr(tile.rows_at_once(rows, span)), constexpr(span // into.tile_k)
+    at_once, tiles = constexpr(tile.rows_at_once(rows)), constexpr(span // into.tile_k)
     args = ResidualArguments(stream, size, norm.gain, sums, into.operand(), at_once, tiles, *extra)
     return args, span, into
 

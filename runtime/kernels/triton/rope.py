@@ -14,8 +14,7 @@ from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, round_whole, store_int4
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.pdl import pdl_wait
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, launch_epilogue
 from mycli.runtime.kernels.triton.product_sum import sum_parts
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
@@ -142,18 +141,11 @@ def _store_cache(first, second, cache, scales, head, page, position, low, high, 
 
 
 @triton.jit
-def _cache_place(sequence, position, cached, args):
-    entry = args.block_table + sequence * args.table_width + position // args.block_size
-    return tl.load(entry, mask=cached, other=0), position % args.block_size
-
-
-@triton.jit
-def _finish_value(first, second, value, sequence, position, low, high, cached, stored, present, args):
+def _finish_value(first, second, value, page, offset, low, high, cached, stored, present, args):
     DTYPE: tl.constexpr = args.query.dtype.element_ty
     if args.value_gain is not None:
         mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * args.HALF)
         first, second = _norm_head(first, second, args.value_gain, mean, low, high, present, args, DTYPE)
-    page, offset = _cache_place(sequence, position, cached, args)
     _store_cache(
         first, second, args.value_cache, args.value_scales, value, page, offset, low, high, cached, stored, args
     )
@@ -175,6 +167,13 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
     rotates = head < args.heads + args.kv_heads
     source, other, low, high = _columns(lane, rotates, args)
     place = row[:, None] * width + head * (2 * args.HALF)
+    # All that does not depend on the product is loaded before its parts: one latency instead of three.
+    entry = args.block_table + sequence * args.table_width + position // args.block_size
+    page, offset = tl.load(entry, mask=cached & (head >= args.heads), other=0), position % args.block_size
+    if args.cos is not None:
+        at, rotated = position[:, None] * args.ROTARY + lane[None, :], stored & (lane < args.ROTARY)[None, :] & rotates
+        c = tl.load(args.cos + at, mask=rotated, other=1.0).to(tl.float32)
+        s = tl.load(args.sin + at, mask=rotated, other=0.0).to(tl.float32)
     first = add_parts(parts, place + source[None, :], count, rows * width, inside).to(DTYPE).to(tl.float32)
     second = add_parts(parts, place + other[None, :], count, rows * width, inside).to(DTYPE).to(tl.float32)
     if args.bias is not None:
@@ -184,18 +183,13 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
         first, second = (first + bias_low).to(DTYPE).to(tl.float32), (second + bias_high).to(DTYPE).to(tl.float32)
     if args.KEYS_ARE_VALUES:  # noqa: SIM102  (reason: the constant must decide what is compiled)
         if head >= args.heads:
-            _finish_value(
-                first, second, head - args.heads, sequence, position, low, high, cached, stored, present, args
-            )
+            _finish_value(first, second, head - args.heads, page, offset, low, high, cached, stored, present, args)
     if rotates:
         if args.query_gain is not None and not args.NORM_LAST:
             first, second = _norm_query_or_key(
                 first, second, head, row, known, source, other, present, args, DTYPE
             )  # fmt: skip
         if args.cos is not None:
-            at, rotated = position[:, None] * args.ROTARY + lane[None, :], stored & (lane < args.ROTARY)[None, :]
-            c = tl.load(args.cos + at, mask=rotated, other=1.0).to(tl.float32)
-            s = tl.load(args.sin + at, mask=rotated, other=0.0).to(tl.float32)
             first, second = first * c - second * s, second * c + first * s
         if args.query_gain is not None and args.NORM_LAST:
             first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
@@ -209,20 +203,11 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
         tl.store(target + low[None, :], first.to(DTYPE), mask=inside)
         tl.store(target + high[None, :], second.to(DTYPE), mask=inside)
     elif head < args.heads + args.kv_heads:
-        page, offset = _cache_place(sequence, position, cached, args)
         key = head - args.heads
         _store_cache(first, second, args.key_cache, args.key_scales, key, page, offset, low, high, cached, stored, args)
     else:
         value = head - args.heads - args.kv_heads
-        _finish_value(first, second, value, sequence, position, low, high, cached, stored, present, args)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rope_kernel(projected, rows, args, PDL: tl.constexpr):
-    """Grid (heads of the product, blocks of ROWS): the epilogue as a launch of its own."""
-    if PDL:
-        pdl_wait()
-    rope_epilogue(projected, 1, tl.program_id(0), tl.program_id(1) * args.ROWS, rows, args)
+        _finish_value(first, second, value, page, offset, low, high, cached, stored, present, args)
 
 
 @dataclass(frozen=True)
@@ -286,7 +271,7 @@ def project(
     if cache.keys.dtype is torch.uint8 and rotary < half:
         raise ValueError(f"int4 vectors of {head_dim} with {rotary} rotated pairs")
     query = torch.empty((sequences, rows // sequences, heads, head_dim), dtype=dtype, device=lengths.device)
-    squares, at_once = None, x.tile.rows_at_once(rows, 2 * block)
+    projected, squares, at_once = None, None, x.tile.rows_at_once(rows)
     if projection.all_heads:
         projected, squares = sum_parts(x, product, dtype, head_dim, counters, projection.bias)
         at_once = 1
@@ -300,9 +285,9 @@ def project(
         constexpr(rotation is not None and rotation.interleaved), constexpr(projection.norm_last),
         constexpr(triton.next_power_of_2(heads) if projection.all_heads else 1), constexpr(projection.keys_are_values),
     )  # fmt: skip
-    if projection.all_heads:
-        pdl = product.chip.pdl
-        rope_kernel[(total, rows)](projected, rows, args, PDL=pdl, launch_pdl=pdl, num_warps=1)
+    epilogue = Epilogue(rope_epilogue, counters, args, constexpr(head_dim), constexpr(1))
+    if projected is None:
+        product.partial(x, epilogue=epilogue)
     else:
-        product.partial(x, epilogue=Epilogue(rope_epilogue, counters, args, constexpr(head_dim), constexpr(1)))
+        launch_epilogue(projected[None], epilogue, product.chip.pdl)
     return query

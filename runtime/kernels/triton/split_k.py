@@ -1,4 +1,4 @@
-"""Split-K with a semaphore, as Triton device code: the last program to finish a piece of a result runs its epilogue."""
+"""Split-K, as Triton device code: the last program to finish a piece of a result, or a launch, runs its epilogue."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton.pdl import pdl_wait
+
+# Of few rows, the last program to finish a piece of a result runs its epilogue: a semaphore counts arrivals. It would
+# handle many rows one after the other, so that their epilogue is a launch of its own, with a program for each row.
+#
 # Only which program runs it depends on timing; parts are summed in order, so the same input gives the same bits.
 # Counters are int32, zero before and after a launch, so a captured graph can be replayed. What other programs of the
 # launch have written must be loaded past the L1 cache (".cg").
@@ -22,7 +27,7 @@ class Epilogue(NamedTuple):
     """
 
     function: Any
-    counters: Any  # int32 [blocks of rows, pieces], zeros
+    counters: Any  # int32 [pieces], zeros; None for a launch of its own
     arguments: Any
     SPAN: Any
     RANGES: Any
@@ -46,16 +51,12 @@ def _touched(begin, end, low, length, SPAN: tl.constexpr):
 
 
 @triton.jit
-def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Count the arrival of this program, of grid (blocks of n, parts, blocks of rows), and run finished epilogues."""
+def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr):
+    """Count the arrival of this program, of grid (blocks of n, parts), and run finished epilogues of up to 8 rows."""
     begin = tl.program_id(0) * BLOCK_N
     end, length = tl.minimum(begin + BLOCK_N, n), n // epilogue.RANGES
     first, here = _touched(begin, end, 0, length, epilogue.SPAN)
     other, there = _touched(begin, end, length, length * (epilogue.RANGES - 1), epilogue.SPAN)
-    counters, top = epilogue.counters, 0
-    if BLOCK_M > 8:  # up to 8 rows are one block without index or loop, which would take registers from the product
-        counters += tl.program_id(2) * tl.cdiv(length, epilogue.SPAN)
-        top = tl.program_id(2) * BLOCK_M
     for index in tl.range(here + there):
         piece = tl.where(index < here, first + index, other + index - here)
         low, high = piece * epilogue.SPAN, tl.minimum((piece + 1) * epilogue.SPAN, length) - 1
@@ -63,12 +64,17 @@ def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
         if epilogue.RANGES == 2:
             blocks += (length + high) // BLOCK_N - (length + low) // BLOCK_N + 1
         count = tl.num_programs(1)
-        if last_to_arrive(counters + piece, blocks * count):
-            if BLOCK_M <= 8:
-                epilogue.function(parts, count, piece, 0, rows, epilogue.arguments)
-            else:
-                for row in tl.range(top, tl.minimum(top + BLOCK_M, rows), epilogue.arguments.ROWS):
-                    epilogue.function(parts, count, piece, row, rows, epilogue.arguments)
+        if last_to_arrive(epilogue.counters + piece, blocks * count):
+            epilogue.function(parts, count, piece, 0, rows, epilogue.arguments)
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def epilogue_kernel(parts, count, rows, epilogue, PDL: tl.constexpr):
+    """Grid (pieces, blocks of ROWS rows): the epilogue as a launch of its own."""
+    if PDL:
+        pdl_wait()
+    first = tl.program_id(1) * epilogue.arguments.ROWS
+    epilogue.function(parts, count, tl.program_id(0), first, rows, epilogue.arguments)
 
 
 @triton.jit

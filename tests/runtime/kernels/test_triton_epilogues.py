@@ -156,9 +156,8 @@ def refused(rows: int, counters: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("rows", "counters"), [(1, 3), (65, 7)])
-def test_refuses_too_few_counters(rows: int, counters: int, interpret: Interpret) -> None:
-    assert f"{rows} rows" in str(interpret(refused, rows, counters))
+def test_refuses_too_few_counters(interpret: Interpret) -> None:
+    assert "1 rows" in str(interpret(refused, 1, 3))
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def multiply_kernel(
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < last) & (out[:, None] < n))
     if EPILOGUE:
-        run_epilogue(epilogue, y, rows, n, BLOCK_N, BLOCK_M)
+        run_epilogue(epilogue, y, rows, n, BLOCK_N)
 
 
 @triton.jit

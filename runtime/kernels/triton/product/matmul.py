@@ -158,6 +158,23 @@ def _check(x: Tensor, columns: int) -> None:
         )
 
 
+def pieces(n: int, epilogue: "Epilogue") -> int:
+    """Return the number of pieces of a product of n columns."""
+    ranges: int = epilogue.RANGES.value
+    span: int = epilogue.SPAN.value
+    return -(-(n // ranges) // span)
+
+
+def launch_epilogue(parts: Tensor, epilogue: "Epilogue", pdl: bool) -> None:
+    """Run an epilogue on split-K parts fp32 [count, rows, n] in a launch of its own."""
+    from mycli.runtime.kernels.triton.split_k import epilogue_kernel
+
+    count, rows, n = parts.shape
+    at_once = epilogue.arguments.ROWS.value
+    grid, alone = (pieces(n, epilogue), -(-rows // at_once)), epilogue._replace(counters=None)
+    epilogue_kernel[grid](parts, count, rows, alone, PDL=pdl, launch_pdl=pdl, num_warps=min(4, at_once))
+
+
 def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
     from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
@@ -223,7 +240,8 @@ class TritonMatmul:
     ) -> Tensor:
         """Return split-K parts of the product, fp32 [parts, rows, N] to be added in order; one part is in `dtype`.
 
-        epilogue: run by the launch on each finished piece. routed: rows of experts, of which this weight is the first.
+        epilogue: run on each finished piece, of many rows by a second launch. routed: rows of experts, of which this
+        weight is the first.
         """
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
@@ -238,20 +256,23 @@ class TritonMatmul:
         )
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (columns, parts, blocks)
-        if epilogue is not None:
-            pieces = grid[2] * -(-self.n // epilogue.RANGES.value // epilogue.SPAN.value)
-            if pieces > epilogue.counters.numel() or (grid[2] > 1 and shape.block_m <= 8):
-                raise ValueError(f"{epilogue.counters.numel()} counters are too few for {pieces} pieces of {rows} rows")
+        following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
+        if last is not None and pieces(self.n, last) > last.counters.numel():
+            raise ValueError(
+                f"{last.counters.numel()} counters are too few for {pieces(self.n, last)} pieces of {rows} rows"
+            )
         multiply_kernel[grid](
             self.codes, self.scales, self.offsets, x.values, x.sums, y,
             rows, self.n, self._n_padded, self._k_padded, x.sums.shape[1], part_tiles,
-            x.rms, epilogue, None if routed is None else routed.arguments(),
+            x.rms, last, None if routed is None else routed.arguments(),
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_padded), PERMUTED=shape.permuted,
-            PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=epilogue is not None,
+            PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=last is not None,
             ROUTED=routed is not None,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
+        if following is not None:
+            launch_epilogue(y, following, self.chip.pdl)
         return y
 
     def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:

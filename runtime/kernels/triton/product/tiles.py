@@ -49,11 +49,14 @@ class Tile:
             unroll //= 2
         return unroll
 
-    def rows_at_once(self, rows: int, columns: int) -> int:
-        """Return how many rows of `columns` fp32 numbers an epilogue handles at a time, a power of two."""
-        # Up to 8 rows in one go; of more, what threads hold with 16 numbers each.
-        limit = self.block_m if self.block_m <= 8 else min(self.block_m, max(1, 512 * self.warps // columns))
-        return min(1 << (rows - 1).bit_length(), 1 << (limit.bit_length() - 1))
+    @property
+    def epilogue_in_product(self) -> bool:
+        """Return whether the programs of a product run its epilogue, or a launch of its own."""
+        return self.block_m <= 8
+
+    def rows_at_once(self, rows: int) -> int:
+        """Return how many rows a program of an epilogue handles, a power of two."""
+        return min(1 << (rows - 1).bit_length(), self.block_m if self.epilogue_in_product else 4)
 
 
 @lru_cache(maxsize=1)
@@ -92,11 +95,11 @@ def tile(chip: Chip, packing: Packing, rows: int) -> Tile:
 def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, tile_k: int) -> tuple[int, int]:
     """Return (parts of K, groups of `tile_k` per part), so that the programs fill the chip in one wave.
 
-    The partial sums, 4 bytes per part, row and output, may take up to an eighth of the weight's bytes.
+    The partial sums, 4 bytes per part, row and output, may take up to a share of the weight's bytes, by the table.
     """
     programs = -(-n // shape.block_n) * -(-rows // shape.block_m)
     slots = chip.processors * shape.blocks
-    bound = max(1, k * packing.bits // (8 * 32 * rows))
+    bound = max(1, int(_family(chip).get("partial_sums", 0.125) * k * packing.bits) // (32 * rows))
     return even_parts(shape, max(1, min(slots // programs, bound)), k, tile_k)
 
 

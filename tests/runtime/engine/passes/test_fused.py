@@ -98,8 +98,9 @@ QUICK = [*CASES[2:5], *CASES[6:], MIXED[1], FAMILIES[0], FAMILIES[4], FAMILIES[6
 def launches_of(case: Case) -> dict[str, int]:
     """Return the number of launches of each kernel in a pass, independent of the route."""
     expected = Counter({"embed_kernel": 1, "multiply_kernel": int(case.packed_head)})
+    rows = (padded_sequences(case.sequences) or 0) * (case.new + case.padding)
     for spec in config_of(case).layer_specs:
-        expected.update(launches_of_layer(spec))
+        expected.update(launches_of_layer(spec, rows))
     return dict(expected)
 
 
@@ -116,7 +117,7 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
     """Return per kernel, on a chip where launches overlap: name, whether launched early, whether all programs wait."""
     import triton
 
-    from mycli.runtime.kernels.triton import attention, gated_silu, mixture, residual, routing
+    from mycli.runtime.kernels.triton import attention, mixture, residual, routing, split_k
     from mycli.runtime.kernels.triton.product import gemm
 
     fused, plain = models(case, chip=Chip((9, 0), 4, pdl=True))
@@ -136,7 +137,8 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", watched)
         patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter does not run PTX
-        for module in (attention, residual, gemm, gated_silu, mixture, routing):
+        patch.setattr(attention, "prefetch_run", lambda *_: None)
+        for module in (attention, residual, gemm, split_k, mixture, routing):
             patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
         inputs = StepInput.zeros(1, 1, 1, plain.device)
         inputs.fill([Chunk([0], 0, (0,), 1)])
