@@ -111,6 +111,7 @@ def _multiply(
             "UNROLL": unroll,
             "PERMUTED": shape.permuted,
             "PDL": capability >= 90,
+            "NEXT_FIRST": epilogue is not None and epilogue.function is not rope_epilogue,
             "EPILOGUE": epilogue is not None,
             "ROUTED": routed is not None,
         },
@@ -368,7 +369,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
             }
             warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)
             stages = attend_stages(chip, 128, max(8, 4 * tokens), 1 if scales else 2)
-            flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
+            flags |= combination(tokens, 4, 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel
             loose = ("rows_padded", "tokens", "table_width")
             yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, stages, unaligned=loose)

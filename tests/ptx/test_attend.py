@@ -29,7 +29,7 @@ def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) 
     queries = query_columns(tokens, GROUP)
     warps = attend_warps(queries)
     sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "TOKENS": tokens, "BLOCK_Q": queries}
-    constants = {**build.constants, **sizes, **combination(tokens, GROUP * head_dim, 128, 32, warps)}
+    constants = {**build.constants, **sizes, **combination(tokens, GROUP, head_dim, 128, 32, warps)}
     compiled = replace(build, constants=constants, warps=warps, stages=stages).compile(
         GPUTarget("cuda", capability, 32)
     )

@@ -61,29 +61,46 @@ def _combine(
     ROWS: tl.constexpr,  # a power of two, at least the tokens
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,  # splits read per iteration
+    SEGMENT: tl.constexpr,  # columns of one head; 1 if heads begin within a step of the MMA's order
     DTYPE: tl.constexpr,
 ):
     """Combine the splits of some heads in order; a split without visible keys has a maximum of -inf."""
     token, tile = some_tiles(0, tile, ROWS, TILES)
     present = (token < tokens) & (tile < end)
-    column = columns_of(tile, into)
-    head, lane = column // HEAD_DIM, column % HEAD_DIM
-    inside = (present[:, None] & (head < heads))[None]
-    place = head // GROUP * splits * BLOCK_Q + token[:, None] * GROUP + head % GROUP
-    top = tl.full(place.shape, float("-inf"), tl.float32)
-    total = tl.zeros(place.shape, tl.float32)
-    out = tl.zeros(place.shape, tl.float32)
+    # What depends on the head alone is computed once for each segment of columns, which lies in one head.
+    SEGMENTS: tl.constexpr = into.TILE_K // SEGMENT
+    COUNT: tl.constexpr = ROWS * TILES * SEGMENTS
+    column = columns_of(tile, into).reshape(COUNT, SEGMENT)
+    if SEGMENT == 1:
+        head = column // HEAD_DIM
+    else:
+        head = (tile[:, None] * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]).reshape(COUNT, 1) * SEGMENT // HEAD_DIM
+    inside = tl.broadcast_to(present[:, None], (ROWS * TILES, SEGMENTS)).reshape(COUNT, 1) & (head < heads)
+    place = tl.broadcast_to(token[:, None], (ROWS * TILES, SEGMENTS)).reshape(COUNT, 1) * GROUP + head % GROUP
+    place += head // GROUP * splits * BLOCK_Q
+    source = outputs + place * HEAD_DIM + column % HEAD_DIM
+    top = tl.full((COUNT, 1), float("-inf"), tl.float32)
+    total = tl.zeros((COUNT, 1), tl.float32)
+    out = tl.zeros((COUNT, SEGMENT), tl.float32)
     for first in tl.range(0, active, SPLITS):
-        split = (first + tl.arange(0, SPLITS))[:, None, None]
-        source, mask = place[None] + split * BLOCK_Q, inside & (split < active)
-        tops = tl.load(stats + source * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats + source * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        outs = tl.load(outputs + source * HEAD_DIM + lane[None], mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        tops: tl.tuple = ()
+        totals: tl.tuple = ()
+        outs: tl.tuple = ()
+        new_top = top
+        for index in tl.static_range(SPLITS):
+            at, mask = (first + index) * BLOCK_Q, inside & (first + index < active)
+            split_top = tl.load(stats + (place + at) * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            tops = tops + (split_top,)
+            totals = totals + (tl.load(stats + (place + at) * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),)
+            outs = outs + (tl.load(source + at * HEAD_DIM, mask=mask, other=0.0, cache_modifier=".cg"),)
+            new_top = tl.maximum(new_top, split_top)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink, weight = tl.exp2(top - base), tl.exp2(tops - base[None])
-        total = total * shrink + tl.sum(weight * totals, axis=0)
-        out = out * shrink + tl.sum(weight * outs, axis=0)
+        shrink = tl.exp2(top - base)
+        total, out = total * shrink, out * shrink
+        for index in tl.static_range(SPLITS):
+            weight = tl.exp2(tops[index] - base)
+            total += weight * totals[index]
+            out += weight * outs[index]
         top = new_top
     if sinks is not None:  # one more score in the softmax of each head, without a value
         sink = tl.load(sinks + head, mask=head < heads, other=0.0) * 1.4426950408889634
@@ -91,9 +108,8 @@ def _combine(
         shrink = tl.where(total > 0.0, tl.exp2(top - base), 0.0)
         total, out = total * shrink + tl.exp2(sink - base), out * shrink
     # Padding sequences have no keys: 0 instead of 0 / 0. A NaN stays one.
-    known = present[:, None] & (head < heads) & (total != 0.0)
-    result = tl.where(known, out / total, 0.0).to(DTYPE).to(tl.float32)
-    store_activation(result, row + token, tile, present, into)
+    result = tl.where(inside & (total != 0.0), out / total, 0.0).to(DTYPE).to(tl.float32)
+    store_activation(result.reshape(ROWS * TILES, into.TILE_K), row + token, tile, present, into)
 
 
 @triton.jit(do_not_specialize=["tokens", "table_width"])
@@ -135,6 +151,7 @@ def attend_kernel(
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
     TILES: tl.constexpr,  # tiles combined at a time
     SPLITS: tl.constexpr,  # splits combined at a time
+    SEGMENT: tl.constexpr,  # as in `_combine`
     LEAST_TURNS: tl.constexpr,  # of a split
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -211,8 +228,11 @@ def attend_kernel(
                 words = tl.load(values.to(tl.pointer_type(tl.int32)) + (place // 4 + cell), mask=present, other=0)
                 v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM)
                 v, v_upper = lower_and_upper(v, BLOCK_K, BLOCK_D)
-            else:
-                v = tl.load(values + place + cell, mask=present, other=0)
+            else:  # in the order of the MMA's operand, so that they are copied to shared memory ahead
+                upright = lane[:, None] + tl.arange(0, BLOCK_K)[None, :] * HEAD_DIM
+                v = tl.load(
+                    values + place + upright, mask=(lane[:, None] < HEAD_DIM) & (key[None, :] < length), other=0
+                )
             if key_scales is not None:
                 k = convert_int8(k, DOT, ASM)
             score = tl.dot(k.to(DOT), q.trans()) * scale
@@ -231,7 +251,7 @@ def attend_kernel(
         total = total * shrink + tl.sum(weight, axis=0)
         if key_scales is not None and not INT4:
             weight *= tl.load(value_scales + scale_base, mask=key < length, other=0.0)[:, None]
-        out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
+        out = out * shrink[None, :] + tl.dot(v.to(DOT).trans() if HALVES else v.to(DOT), weight.to(DOT))
         if HALVES:
             out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.to(DOT).trans(), weight.to(DOT))
         top = new_top
@@ -255,7 +275,8 @@ def attend_kernel(
             for tile in tl.range(unit * SPAN, end, TILES):
                 _combine(
                     outputs + parts * HEAD_DIM, stats + parts * 2, row, here, tile, end, kv_heads * GROUP, splits,
-                    active, sinks, into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
+                    active, sinks, into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, SEGMENT,
+                    query.dtype.element_ty,
                 )  # fmt: skip
 
 
@@ -269,13 +290,15 @@ def splits(chip: Chip, programs: int, capacity: int) -> int:
     return min(_MAX_SPLITS, fill, max(1, capacity // (LEAST_TURNS * BLOCK_K)))
 
 
-def combination(tokens: int, columns: int, tile_k: int, parts: int, warps: int) -> dict[str, int]:
-    """Return the constants of `attend_kernel` for the combination; columns: of one key-value head's queries."""
+def combination(tokens: int, group: int, head_dim: int, tile_k: int, parts: int, warps: int) -> dict[str, int]:
+    """Return the constants of `attend_kernel` for the combination; group: heads that share a key-value head."""
     # A thread has up to 4 columns of 8 splits at a time, in 8 warps of 4 splits: more would cost the key loop its
     # second block on a multiprocessor.
-    rows, unit = 1 << (tokens - 1).bit_length(), tile_k // math.gcd(tile_k, columns)
+    rows, columns = 1 << (tokens - 1).bit_length(), group * head_dim
+    unit, segment = tile_k // math.gcd(tile_k, columns), math.gcd(tile_k, head_dim)
     tiles = min(1 << (unit * columns // tile_k - 1).bit_length(), max(1, 128 * warps // (rows * tile_k)))
-    return {"UNIT": unit, "ROWS": rows, "TILES": tiles, "SPLITS": min(32 // warps, 1 << (parts - 1).bit_length())}
+    splits = min(32 // warps, 1 << (parts - 1).bit_length())
+    return {"UNIT": unit, "ROWS": rows, "TILES": tiles, "SPLITS": splits, "SEGMENT": segment if segment >= 32 else 1}
 
 
 def attend_warps(block_q: int) -> int:
@@ -384,7 +407,7 @@ def launch_attention(
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
         TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
         CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
-        **combination(block_tokens, group * head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
+        **combination(block_tokens, group, head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
         LEAST_TURNS=LEAST_TURNS, PDL=chip.pdl, launch_pdl=chip.pdl,
         num_warps=attend_warps(block_q), num_stages=attend_stages(chip, head_dim, block_q, cache.keys.element_size()),
     )  # fmt: skip

@@ -69,7 +69,7 @@ def activate(
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
     epilogue = _epilogue(into, product.n // 2, x.tile.rows_at_once(rows), span, dtype, gelu, bias)
-    product.partial(x, epilogue=epilogue._replace(counters=counters))
+    product.partial(x, epilogue=epilogue._replace(counters=counters), next_first=True)
     return into
 
 

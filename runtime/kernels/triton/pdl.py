@@ -8,17 +8,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # From compute capability 9.0 (PTX ISA, griddepcontrol). Before `pdl_wait` a kernel may only prefetch weights to the
-# L2 cache, which no earlier launch writes; all loads and stores come after. A kernel lets the next launch begin only
-# after its own wait, so at most two run at a time, and what a kernel reads was written by launches that have ended.
+# L2 cache, which no earlier launch writes; all other loads and stores come after, so that what a kernel reads was
+# written by launches that have ended. A kernel that lets the next launch begin before its own wait lets it prefetch
+# earlier. Attention also loads lengths and block tables before its wait: these were written before the launch that
+# precedes it, which therefore must wait before it lets attention begin.
 
 _EARLY = tl.constexpr(1 << 15)  # bytes per program: all programs together fetch what memory delivers in 4 us
 
 
 @triton.jit
-def pdl_wait():
-    """Wait for the previous launch to end, then let the next one begin."""
+def pdl_wait(FIRST: tl.constexpr = False):
+    """Wait for the previous launch to end, and let the next one begin: then, or before where FIRST."""
+    if FIRST:
+        gdc_launch_dependents()
     gdc_wait()
-    gdc_launch_dependents()
+    if not FIRST:
+        gdc_launch_dependents()
 
 
 @triton.jit

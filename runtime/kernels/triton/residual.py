@@ -218,7 +218,8 @@ def add(
     if residual.gain is not None:
         return _add_normed(x, product, stream, norm, counters, tile, residual, residual.gain)
     args, span, into = residual_arguments(stream, norm, x.tile, tile, residual)
-    product.partial(x, epilogue=Epilogue(add_epilogue, counters, args, constexpr(span), constexpr(1)))
+    epilogue = Epilogue(add_epilogue, counters, args, constexpr(span), constexpr(1))
+    product.partial(x, epilogue=epilogue, next_first=True)
     return into
 
 

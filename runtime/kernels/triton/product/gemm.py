@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mycli.runtime.kernels.triton.pdl import pdl_wait, prefetch_weights
 from mycli.runtime.kernels.triton.product.grouped import expert_tile
-from mycli.runtime.kernels.triton.product.scales import load_scales, row_terms, scale_words, tile_blocks, to_scales
+from mycli.runtime.kernels.triton.product.scales import load_scales, row_terms, scale_word, tile_blocks, to_scales
 from mycli.runtime.kernels.triton.product.tables import table4, table8
 from mycli.runtime.kernels.triton.product.unpack import unpack2, unpack3, unpack4, unpack8
 from mycli.runtime.kernels.triton.split_k import run_epilogue
@@ -108,19 +108,14 @@ def _two_groups(w, BLOCK_N: tl.constexpr, PERMUTED: tl.constexpr):
 
 
 @triton.jit
-def _row_sums(
-    sums, tile, end, x_columns, rows_padded, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr
-):
-    pairs: tl.tuple = ()
-    for step in tl.static_range(UNROLL):
-        start = sums + tl.minimum(tile + step, end - 1) * (2 * rows_padded)
-        if ROUTED or BLOCK_M <= 8:
-            pair = tl.load(start + x_columns[:, None] * 2 + tl.arange(0, 2)[None, :])
-        else:  # two rows of a thread in one load of 16 bytes: by rows, a load would use half of its sectors
-            run = tl.multiple_of(start, 16) + tl.program_id(2) * (2 * BLOCK_M) + tl.arange(0, 2 * BLOCK_M)
-            pair = tl.load(run).reshape(BLOCK_M, 2)
-        pairs = pairs + (pair,)
-    return pairs
+def _row_sum(sums, tile, end, x_columns, rows_padded, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr):
+    start = sums + tl.minimum(tile, end - 1) * (2 * rows_padded)
+    if ROUTED or BLOCK_M <= 8:
+        pair = tl.load(start + x_columns[:, None] * 2 + tl.arange(0, 2)[None, :])
+    else:  # two rows of a thread in one load of 16 bytes: by rows, a load would use half of its sectors
+        run = tl.multiple_of(start, 16) + tl.program_id(2) * (2 * BLOCK_M) + tl.arange(0, 2 * BLOCK_M)
+        pair = tl.load(run).reshape(BLOCK_M, 2)
+    return pair
 
 
 @triton.jit
@@ -162,6 +157,7 @@ def multiply_kernel(
     PERMUTED: tl.constexpr,  # columns of x are in MMA order
     ASM: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
+    NEXT_FIRST: tl.constexpr,  # the next launch may begin before this one's wait
     EPILOGUE: tl.constexpr,  # Triton 3.6 cannot compare a tuple that contains None with None
     ROUTED: tl.constexpr,
 ):
@@ -203,29 +199,28 @@ def multiply_kernel(
         begin = codes + start * (TILE_BYTES // 2)
         part_bytes = (end - start) * TILE_BYTES
         prefetch_weights(begin, block * RUNS, n_padded // CHUNK_N - 1, run_bytes, part_bytes, RUNS, WARPS)
-        pdl_wait()
-    # With few rows, scales and sums are loaded one iteration ahead; with many, registers are too scarce.
-    AHEAD: tl.constexpr = BLOCK_M <= 8
+        pdl_wait(NEXT_FIRST)
+    # Scales, and of few rows the sums, are loaded one iteration ahead, each once the one before it was used: a register
+    # that waits for a load cannot be moved. Of more rows, registers for the sums are too scarce.
+    AHEAD: tl.constexpr = BLOCK_M <= 16
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if CHANNEL and offsets is not None:
         x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
         squares = _load_squares(rms, x_columns, rows_padded, columns < last)
-    words = scale_words(
-        scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_padded, stored_blocks, UNROLL, BLOCK_N, SCALE
-    )
-    pairs = _row_sums(sums, start, end, x_columns, rows_padded, UNROLL, BLOCK_M, ROUTED)
+    words: tl.tuple = ()
+    pairs: tl.tuple = ()
+    for turn in tl.static_range(1 if CHANNEL else UNROLL):
+        words = words + (scale_word(scales, start + turn, end, n_padded, stored_blocks, BLOCK_N, SCALE, CHANNEL),)
+    if AHEAD:
+        for turn in tl.static_range(UNROLL):
+            pairs = pairs + (_row_sum(sums, start + turn, end, x_columns, rows_padded, BLOCK_M, ROUTED),)
     for tile in tl.range(start, stop, UNROLL):
-        if AHEAD:
-            if not CHANNEL:
-                next_words = scale_words(scales, tile + UNROLL, end, n_padded, stored_blocks, UNROLL, BLOCK_N, SCALE)
-            next_pairs = _row_sums(sums, tile + UNROLL, end, x_columns, rows_padded, UNROLL, BLOCK_M, ROUTED)
-        else:
-            if not CHANNEL:
-                words = scale_words(scales, tile, end, n_padded, stored_blocks, UNROLL, BLOCK_N, SCALE)
-            pairs = _row_sums(sums, tile, end, x_columns, rows_padded, UNROLL, BLOCK_M, ROUTED)
+        next_words: tl.tuple = ()
+        next_pairs: tl.tuple = ()
         for turn in tl.static_range(UNROLL):
             now = tile + turn
+            pair = pairs[turn] if AHEAD else _row_sum(sums, now, end, x_columns, rows_padded, BLOCK_M, ROUTED)
             if TILE_K >= 32:
                 w = _load_weights(
                     codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM, PERMUTED
@@ -251,7 +246,7 @@ def multiply_kernel(
             else:
                 w, xt = w_next, xt_next
             acc = tl.dot(w, xt.trans())
-            x_scale, x_sum = tl.split(pairs[turn])
+            x_scale, x_sum = tl.split(pair)
             part_sum = acc * x_scale[None, :]
             if CODES == "int":
                 part_sum -= bias[:, None] * x_sum[None, :]
@@ -264,9 +259,14 @@ def multiply_kernel(
                 if offsets is not None:
                     offset = load_scales(offsets, now, n_padded, stored_blocks, BLOCK_N, "fp32")
                     total += offset[:, None] * x_sum[None, :]
+                next_words = next_words + (
+                    scale_word(scales, now + UNROLL, end, n_padded, stored_blocks, BLOCK_N, SCALE, CHANNEL),
+                )
+            if AHEAD:
+                next_pairs = next_pairs + (_row_sum(sums, now + UNROLL, end, x_columns, rows_padded, BLOCK_M, ROUTED),)
+        if not CHANNEL:
+            words = next_words
         if AHEAD:
-            if not CHANNEL:
-                words = next_words
             pairs = next_pairs
     if CHANNEL:
         total *= (to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]

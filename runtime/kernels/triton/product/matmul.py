@@ -237,11 +237,12 @@ class TritonMatmul:
         dtype: torch.dtype = torch.float32,
         epilogue: "Epilogue | None" = None,
         routed: RoutedRows | None = None,
+        next_first: bool = False,
     ) -> Tensor:
         """Return split-K parts of the product, fp32 [parts, rows, N] to be added in order; one part is in `dtype`.
 
         epilogue: run on each finished piece, of many rows by a second launch. routed: rows of experts, of which this
-        weight is the first.
+        weight is the first. next_first: the next launch may begin before the previous one has ended (`triton.pdl`).
         """
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
@@ -267,7 +268,7 @@ class TritonMatmul:
             x.rms, last, None if routed is None else routed.arguments(),
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
             UNROLL=shape.unroll(self._tile_k, self._k_padded), PERMUTED=shape.permuted,
-            PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=last is not None,
+            PDL=self.chip.pdl, NEXT_FIRST=next_first, launch_pdl=self.chip.pdl, EPILOGUE=last is not None,
             ROUTED=routed is not None,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip

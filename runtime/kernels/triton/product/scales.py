@@ -77,9 +77,6 @@ def to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def scale_words(scales, tile, end, n_padded, blocks, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """Load the scale words of the next UNROLL tiles; past the end, those of the last."""
-    words: tl.tuple = ()
-    for step in tl.static_range(UNROLL):
-        words = words + (load_scales(scales, tl.minimum(tile + step, end - 1), n_padded, blocks, BLOCK_N, SCALE),)
-    return words
+def scale_word(scales, tile, end, n_padded, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr, CHANNEL: tl.constexpr):
+    """Load the scale words of a tile; past the end, those of the last."""
+    return load_scales(scales, 0 if CHANNEL else tl.minimum(tile, end - 1), n_padded, blocks, BLOCK_N, SCALE)

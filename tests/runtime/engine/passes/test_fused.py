@@ -139,7 +139,7 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
         patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter does not run PTX
         patch.setattr(attention, "prefetch_run", lambda *_: None)
         for module in (attention, residual, gemm, split_k, mixture, routing):
-            patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
+            patch.setattr(module, "pdl_wait", lambda *_: waits.update(["pdl_wait"]))
         inputs = StepInput.zeros(1, 1, 1, plain.device)
         inputs.fill([Chunk([0], 0, (0,), 1)])
         step(inputs, rope, cache, last=True)
