@@ -13,7 +13,8 @@ PROMPT_BUCKETS = (384, 512, 768, 1024)
 PROMPT_ROWS = PROMPT_BUCKETS[-1]
 MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
 DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
-_SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
+# Partial sums of a split-K product: at most as many bytes as its weight has, and a tile of each program of one wave.
+PARTIAL_SUMS = 12 << 20
 
 
 def padded_sequences(sequences: int) -> int | None:
@@ -54,4 +55,4 @@ def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Ite
     pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
     if prompt_rows > MOST_ROWS:  # in a pool of their own
         pool += prompt_rows * activations + len(PROMPT_BUCKETS) * logits
-    return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + max(weights, default=0) // _SPLIT_K
+    return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + min(max(weights, default=0), PARTIAL_SUMS)

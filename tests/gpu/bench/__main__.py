@@ -1,6 +1,6 @@
 """Run the GPU benchmark in one command: limits, products, whole models, the program; one JSON and one table.
 
-PYTHONPATH=.links python -m tests.gpu.bench [--device cuda] [--minutes 9] [--tiny] [--out FOLDER]
+PYTHONPATH=.links python -m tests.gpu.bench [--device cuda] [--minutes 9] [--tiny] [--only PART] [--out FOLDER]
 
 The files go to --out, else $OUT, else docs/results, and are written after every case.
 """
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--tiny", action="store_true", help="sizes that prove the harness and measure nothing")
+    parser.add_argument("--only", action="append", help="a part by its title, several if repeated; limits always run")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "docs/results"))
     given = parser.parse_args()
     budget = Budget(given.minutes * 60)
@@ -83,7 +84,8 @@ def main() -> None:
         if context.cuda:
             torch.cuda.empty_cache()
 
-    run(report, parts(context), budget, lambda text: print(text, flush=True), between)
+    chosen = [part for part in parts(context) if not given.only or part.name in ("limits", *given.only)]
+    run(report, chosen, budget, lambda text: print(text, flush=True), between)
     print(f"written: {report.target}.json and .md")
 
 

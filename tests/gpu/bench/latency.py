@@ -114,11 +114,12 @@ def product(
     issued = n * k * counted / 32 / (4 * card.chip.processors * card.clock * 1e3 * ISSUE)
     waves = -(-programs // slots) * slots / programs if programs > slots else 1.0
     body = max(nbytes / card.read / 1e3, issued) * waves
-    at_once = tile.rows_at_once(rows, tile.block_n)
-    trips = -(-parts // (loads or loads_under_way(at_once, tile.block_n))) * -(-min(rows, tile.block_m) // at_once)
+    at_once = tile.rows_at_once(rows)
+    trips = -(-parts // (loads or loads_under_way(at_once, tile.block_n)))
     # With an early launch the first weights are in the L2 cache before the operand is ready.
     ramp = START + CACHE + (0 if card.chip.pdl else MEMORY)
-    return Launch(name, parts, programs, body, card.boundary, ramp, 2 * CACHE + trips * CACHE + card.tail)
+    own = 0.0 if tile.epilogue_in_product else card.boundary  # of a second launch
+    return Launch(name, parts, programs, body, card.boundary + own, ramp, 2 * CACHE + trips * CACHE + card.tail)
 
 
 def product_microseconds(card: Card, packing: Packing, rows: int, n: int, k: int, tile: Tile, parts: int) -> float:

@@ -4,6 +4,7 @@ import pytest
 
 from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows, parts, tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, padded_k, tile_k
+from mycli.runtime.memory.graphs import PARTIAL_SUMS
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 CHIPS = [Chip(capability, 132) for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0))]
@@ -31,7 +32,18 @@ def test_parts_cover_k_once(packing: Packing, size: tuple[int, int]) -> None:
             tiles, unroll = kept // columns, shape.unroll(columns, kept)
             assert tiles % unroll == 0 and each % unroll == 0
             assert (count - 1) * each < tiles <= count * each
-            assert 8 * 4 * 8 * count * rows <= max(kept * packing.bits, 8 * 32 * rows), "partial sums are an eighth"
+            least = 1 if chip.capability == (9, 0) else 8
+            assert least * 4 * 8 * count * rows <= max(kept * packing.bits, least * 32 * rows), "a share of the weight"
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+def test_partial_sums_are_those_that_the_estimate_counts(packing: Packing) -> None:
+    for chip in (Chip(chip.capability, 188) for chip in CHIPS):  # as many multiprocessors as any chip has
+        for rows in (1, 8, 16, 32, 64, 256):
+            shape = tile(chip, packing, rows)
+            for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (512, 32768)):
+                count, _ = parts(chip, shape, packing, rows, n, padded_k(packing, k), tile_k(packing))
+                assert count == 1 or 4 * count * rows * n <= PARTIAL_SUMS
 
 
 def test_speculation_costs_the_same_tile() -> None:
