@@ -310,10 +310,9 @@ def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
 
     queries: `BLOCK_Q`; element: bytes per cached number. An upper bound of what Triton 3.6 and 3.7 allocate.
     """
-    # Chips with asynchronous MMA copy keys and values to shared memory ahead, and have the operands there too. On other
-    # chips values of 16 bits stay in registers.
+    # Keys and values are copied to shared memory ahead; chips with asynchronous MMA have the operands there too.
     lanes, apart = 1 << (head_dim - 1).bit_length(), chip.capability[0] in (9, 10, 11)
-    block = BLOCK_K * lanes * element * (2 if apart or element == 1 else 1)
+    block = BLOCK_K * lanes * element * 2
     others = 2 * queries * lanes + (2 * BLOCK_K * queries if apart else 0) + 2048
     if element == 1:  # converted before the product, with a scale per key
         others += 2 * BLOCK_K * lanes
