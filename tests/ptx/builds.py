@@ -366,6 +366,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "DOT": tl.bfloat16,
                 "ASM": True,
                 "LEAST_TURNS": triton_attention.LEAST_TURNS,
+                "UPRIGHT": not scales,
             }
             warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)
             stages = attend_stages(chip, 128, max(8, 4 * tokens), 1 if scales else 2)

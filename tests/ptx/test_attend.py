@@ -13,6 +13,7 @@ from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (reason: as 
     attend_stages,
     attend_warps,
     combination,
+    copies_values,
     query_columns,
 )
 from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (reason: as above)
@@ -29,6 +30,7 @@ def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) 
     queries = query_columns(tokens, GROUP)
     warps = attend_warps(queries)
     sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "TOKENS": tokens, "BLOCK_Q": queries}
+    sizes["UPRIGHT"] = copies_values(Chip(divmod(capability, 10), 132), head_dim, queries, 1 if kind else 2)
     constants = {**build.constants, **sizes, **combination(tokens, GROUP, head_dim, 128, 32, warps)}
     compiled = replace(build, constants=constants, warps=warps, stages=stages).compile(
         GPUTarget("cuda", capability, 32)
@@ -37,10 +39,11 @@ def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) 
 
 
 EVERY = product((80, 89, 90, 100, 120), (64, 128, 256), (1, 8, 16), ("", "int8", "int4"))
+WIDE = product((80, 89, 90, 120), (512,), (1,), ("",))
 QUICK = [(89, 256, 1, "")]  # heads of 256 on a small chip, where three stages do not fit; others are slow to compile
 
 
-@pytest.mark.parametrize(("capability", "head_dim", "tokens", "kind"), chosen(EVERY, QUICK))
+@pytest.mark.parametrize(("capability", "head_dim", "tokens", "kind"), chosen([*EVERY, *WIDE], QUICK))
 def test_the_stages_fit(capability: int, head_dim: int, tokens: int, kind: str) -> None:
     chip = Chip(divmod(capability, 10), 132)
     stages = attend_stages(chip, head_dim, query_columns(tokens, GROUP), 1 if kind else 2)

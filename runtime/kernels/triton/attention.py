@@ -153,6 +153,7 @@ def attend_kernel(
     SPLITS: tl.constexpr,  # splits combined at a time
     SEGMENT: tl.constexpr,  # as in `_combine`
     LEAST_TURNS: tl.constexpr,  # of a split
+    UPRIGHT: tl.constexpr,  # values of 16 bits are copied to shared memory ahead (`copies_values`)
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Grid (splits, kv_heads, query blocks of all sequences)."""
@@ -228,11 +229,13 @@ def attend_kernel(
                 words = tl.load(values.to(tl.pointer_type(tl.int32)) + (place // 4 + cell), mask=present, other=0)
                 v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM)
                 v, v_upper = lower_and_upper(v, BLOCK_K, BLOCK_D)
-            else:  # in the order of the MMA's operand, so that they are copied to shared memory ahead
+            elif UPRIGHT:  # in the order of the MMA's operand, so that they are copied to shared memory ahead
                 upright = lane[:, None] + tl.arange(0, BLOCK_K)[None, :] * HEAD_DIM
                 v = tl.load(
                     values + place + upright, mask=(lane[:, None] < HEAD_DIM) & (key[None, :] < length), other=0
                 )
+            else:
+                v = tl.load(values + place + cell, mask=present, other=0)
             if key_scales is not None:
                 k = convert_int8(k, DOT, ASM)
             score = tl.dot(k.to(DOT), q.trans()) * scale
@@ -251,7 +254,7 @@ def attend_kernel(
         total = total * shrink + tl.sum(weight, axis=0)
         if key_scales is not None and not INT4:
             weight *= tl.load(value_scales + scale_base, mask=key < length, other=0.0)[:, None]
-        out = out * shrink[None, :] + tl.dot(v.to(DOT).trans() if HALVES else v.to(DOT), weight.to(DOT))
+        out = out * shrink[None, :] + tl.dot(v.to(DOT) if UPRIGHT else v.to(DOT).trans(), weight.to(DOT))
         if HALVES:
             out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.to(DOT).trans(), weight.to(DOT))
         top = new_top
@@ -310,17 +313,33 @@ def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
 
     queries: `BLOCK_Q`; element: bytes per cached number. An upper bound of what Triton 3.6 and 3.7 allocate.
     """
-    # Keys and values are copied to shared memory ahead; chips with asynchronous MMA have the operands there too.
-    lanes, apart = 1 << (head_dim - 1).bit_length(), chip.capability[0] in (9, 10, 11)
-    block = BLOCK_K * lanes * element * 2
-    others = 2 * queries * lanes + (2 * BLOCK_K * queries if apart else 0) + 2048
+    # Chips with asynchronous MMA copy keys and values to shared memory ahead, and have the operands there too. Others
+    # hold a block less than there are stages; if even one does not fit, values stay in registers.
+    fitting = _blocks_that_fit(chip, head_dim, queries, element)
+    if element == 1 and chip.shared < 128 << 10:  # two, so that two programs fit; they take one block ahead
+        return min(2, fitting + 1) if fitting > 0 else 0
+    if element > 1 and not _asynchronous(chip):
+        return min(3, fitting + 1) if fitting else min(3, _blocks_that_fit(chip, head_dim, queries, element, 1))
+    return min(3, fitting)
+
+
+def copies_values(chip: Chip, head_dim: int, queries: int, element: int) -> bool:
+    """Return whether values of 16 bits are copied to shared memory ahead, as keys are."""
+    return element > 1 and _blocks_that_fit(chip, head_dim, queries, element) > 0
+
+
+def _asynchronous(chip: Chip) -> bool:
+    return chip.capability[0] in (9, 10, 11)
+
+
+def _blocks_that_fit(chip: Chip, head_dim: int, queries: int, element: int, operands: int = 2) -> int:
+    # Blocks of keys, and of values with two operands, beside queries, weights and converted codes.
+    lanes = 1 << (head_dim - 1).bit_length()
+    block, others = BLOCK_K * lanes * element * operands, 2 * queries * (lanes + BLOCK_K) + 2048
     if element == 1:  # converted before the product, with a scale per key
         others += 2 * BLOCK_K * lanes
         block += 8 * BLOCK_K
-    fitting = (chip.shared - others) // block
-    if element == 1 and chip.shared < 128 << 10:  # two, so that two programs fit; they take one block ahead
-        return min(2, fitting + 1) if fitting > 0 else 0
-    return max(0, min(3, fitting))
+    return max(0, (chip.shared - others) // block)
 
 
 def tokens_per_program(tokens: int, group: int) -> int:
@@ -407,7 +426,8 @@ def launch_attention(
         TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
         CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
         **combination(block_tokens, group, head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
-        LEAST_TURNS=LEAST_TURNS, PDL=chip.pdl, launch_pdl=chip.pdl,
+        LEAST_TURNS=LEAST_TURNS, UPRIGHT=copies_values(chip, head_dim, block_q, cache.keys.element_size()),
+        PDL=chip.pdl, launch_pdl=chip.pdl,
         num_warps=attend_warps(block_q), num_stages=attend_stages(chip, head_dim, block_q, cache.keys.element_size()),
     )  # fmt: skip
 
