@@ -348,7 +348,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "BLOCK_K": BLOCK_K,
                 "TURNS": 1,
                 "WINDOW": False,
-                "DOT": tl.bfloat16,
+                "DOT": tl.float16 if stored == "*i8" else tl.bfloat16,
                 "ASM": True,
             }
             warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)

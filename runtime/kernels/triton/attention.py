@@ -14,7 +14,12 @@ from triton.language import constexpr
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, Ragged, Scoring
-from mycli.runtime.kernels.triton.cache_codes import convert_int8, convert_int8_words
+from mycli.runtime.kernels.triton.cache_codes import (
+    INT8_BIAS,
+    biased_int8,
+    biased_int8_words,
+    convert_int8_words,
+)
 from mycli.runtime.kernels.triton.int4_cache import (
     hadamard_rows,
     load_int4,
@@ -23,7 +28,13 @@ from mycli.runtime.kernels.triton.int4_cache import (
 )
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.pdl import pdl_wait
-from mycli.runtime.kernels.triton.product.activation import Operand, columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.product.activation import (
+    Operand,
+    columns_of,
+    scaled_rows,
+    some_tiles,
+    store_activation,
+)
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.split_k import last_to_arrive
@@ -39,6 +50,7 @@ BLOCK_K = KEY_BLOCK  # keys per iteration of the loop
 NARROWEST_HEAD = 9  # rounded up to a power of two, the inner dimension of a product of MMAs is at least 16
 MAX_QUERIES = 64  # per program: tokens times the heads that share a key-value head
 _MAX_SPLITS = 64
+_LEAST_SCALE = tl.constexpr(1e-30)  # of an int8 value: its inverse, summed over keys, stays finite
 
 
 @triton.jit(noinline=True)  # inlined, its addresses would take registers from the key loop
@@ -162,6 +174,13 @@ def attend_kernel(
     if INT4:
         rotated_q = hadamard_rows(q.to(tl.float32), BLOCK_Q, HEAD_DIM) * FACTOR
         q, q_upper = lower_and_upper(rotated_q.to(DOT), BLOCK_Q, HEAD_DIM)
+    INT8: tl.constexpr = key_scales is not None and not INT4
+    # With PTX, int8 codes keep the bias of their conversion, which is subtracted from scores, and from sums at the end.
+    BIASED: tl.constexpr = INT8 and ASM
+    if BIASED:
+        q, up = scaled_rows(q.to(tl.float32))
+        score_start = tl.broadcast_to((tl.sum(q.to(tl.float32), axis=1) * -INT8_BIAS)[None, :], (BLOCK_K, BLOCK_Q))
+        scales = up * scale
     table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
     first = tl.maximum(first_position - window + 1, 0) // BLOCK_K if WINDOW else 0
     blocks = tl.cdiv(length, BLOCK_K)
@@ -173,9 +192,14 @@ def attend_kernel(
     total = tl.zeros((BLOCK_Q,), tl.float32)
     # Of 8-bit values a thread loads 16 bytes and stores 32 to shared memory, once they are converted: stored as two
     # halves of 16 columns, 8 and 8, they meet in no bank. As words they are copied ahead, and packed by no instruction.
-    HALVES: tl.constexpr = INT4 or (key_scales is not None and BLOCK_D >= 64 and HEAD_DIM % 4 == 0)
+    HALVES: tl.constexpr = INT4 or (INT8 and BLOCK_D >= 64 and HEAD_DIM % 4 == 0)
     out = tl.zeros((BLOCK_D // 2 if HALVES else BLOCK_D, BLOCK_Q), tl.float32)
     out_upper = out
+    # Scales of int8 values are part of the exponent, so that weights are at most 1 and fp16 holds them.
+    sums = tl.zeros(
+        (BLOCK_K, BLOCK_Q), tl.float32
+    )  # of exponentials without them, and of weights: of each row of a block
+    weights = sums
     for block in tl.range(start, tl.minimum(start + share, blocks)):
         key, page, inside = block * BLOCK_K + tl.arange(0, BLOCK_K), next_page, block
         if TURNS:
@@ -199,17 +223,27 @@ def attend_kernel(
                 cell = tl.arange(0, BLOCK_K)[:, None] * (HEAD_DIM // 4) + word[None, :]
                 present = (key[:, None] < length) & (word[None, :] < HEAD_DIM // 4)
                 words = tl.load(values.to(tl.pointer_type(tl.int32)) + (place // 4 + cell), mask=present, other=0)
-                v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM)
+                if BIASED:
+                    v = biased_int8_words(words, BLOCK_K, BLOCK_D // 4)
+                else:
+                    v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM)
                 v, v_upper = lower_and_upper(v, BLOCK_K, BLOCK_D)
             else:
                 v = tl.load(values + place + cell, mask=present, other=0)
-            if key_scales is not None:
-                k = convert_int8(k, DOT, ASM)
-            score = tl.dot(k.to(DOT), q.trans()) * scale
-            if key_scales is not None:
+                if BIASED:
+                    v = biased_int8(v)
+            if BIASED:
+                score = tl.dot(biased_int8(k), q.trans(), score_start) * scales[None, :]
+            else:
+                score = tl.dot(k.to(DOT), q.trans()) * scale
+            if INT8:
                 score *= tl.load(key_scales + scale_base, mask=key < length, other=0.0)[:, None]
         if CAPPED:  # tanh(s), exact at both ends
             score = softcap - 2.0 * softcap / (tl.exp2(score * 2.8853900817779268) + 1.0)
+        if INT8:
+            value_scale = tl.load(value_scales + scale_base, mask=key < length, other=1.0)
+            exponent = tl.log2(value_scale + _LEAST_SCALE)
+            score += exponent[:, None]
         seen = key[:, None] <= position[None, :]
         if WINDOW:
             seen = seen & (position[None, :] - key[:, None] < window)
@@ -218,13 +252,21 @@ def attend_kernel(
         base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base_top[None, :])
         shrink = tl.exp2(top - base_top)
-        total = total * shrink + tl.sum(weight, axis=0)
-        if key_scales is not None and not INT4:
-            weight *= tl.load(value_scales + scale_base, mask=key < length, other=0.0)[:, None]
+        if INT8:
+            sums = sums * shrink[None, :] + weight * tl.exp2(-exponent)[:, None]
+        else:
+            total = total * shrink + tl.sum(weight, axis=0)
+        if BIASED:
+            weights = weights * shrink[None, :] + weight.to(DOT).to(tl.float32)
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
         if HALVES:
             out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.to(DOT).trans(), weight.to(DOT))
         top = new_top
+    if INT8:
+        total = tl.sum(sums, axis=0)
+    if BIASED:
+        bias = tl.sum(weights, axis=0) * INT8_BIAS
+        out, out_upper = out - bias[None, :], out_upper - bias[None, :]
     if HALVES:
         whole = whole_rows(out.trans(), out_upper.trans(), BLOCK_Q, BLOCK_D)
         if INT4:
@@ -358,7 +400,7 @@ def launch_attention(
     query_blocks = sequences * -(-tokens // block_tokens)
     parts = splits(chip, query_blocks * kv_heads, table_width * block_size)
     dot = tl.float16
-    if query.dtype is torch.bfloat16:
+    if query.dtype is torch.bfloat16 and not (cache.keys.dtype is torch.int8 and uses_ptx()):
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
     shape = (query_blocks, kv_heads, parts, block_q)
     outputs = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
