@@ -53,6 +53,17 @@ def test_counts_are_those_of_the_hardware(folder: Path) -> None:
     assert found["ld.global.b32"][2] == 8, "though they need not begin at a sector"
 
 
+def test_counts_of_matrices_are_those_of_the_hardware(folder: Path) -> None:
+    """The rows of a matrix are read together: 128 bytes apart they share banks, 16 bytes apart they have all 32."""
+    place = "mov.u32 %r6, global_smem; shl.b32 %r5, %r1, {step}; and.b32 %r5, %r5, 4095; add.u32 %r6, %r6, %r5;"
+    words = "{%r10, %r11, %r12, %r13}"
+    load = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {words}, [%r6];"
+    store = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r6], {words};"
+    found = counted(folder, place.format(step=7) + load + place.format(step=4) + store)
+    assert found["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] == (2, 64, 8)
+    assert found["stmatrix.sync.aligned.m8n8.x4.shared.b16"] == (2, 8, 8)
+
+
 def test_the_main_loop_is_the_smallest_with_a_product() -> None:
     mma = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f1};"
     body = f"A: mov.u32 %r4, 0; B: {mma} @%p1 bra B; C: mov.u32 %r5, 0; @%p1 bra C; @%p1 bra A;"

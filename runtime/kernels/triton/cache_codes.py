@@ -8,11 +8,11 @@ import triton.language as tl
 
 # Codes become the low bits of a power of two whose step is 1, from which a constant is subtracted: integer conversion
 # (I2F) is slow. PRMT spreads bytes, two numbers to a word. fp16 holds 1024 + code + 128. bf16 has seven bits after 128:
-# of an int8 code those are its lower seven, and 128 or 256 is subtracted, by its sign. Biased numbers keep the constant:
+# of an int8 code those are its lower seven, and 128 or 256 is subtracted, by its sign. Biased numbers keep the bias:
 # their user subtracts `INT8_BIAS` times the sum of the other operand. Words are loaded for operands that pass through
 # shared memory once converted: bytes are copied to registers and packed again, and a conversion that counts as pure is
-# moved behind the copy, where each warp repeats it. The twins in plain operations are for the
-# interpreter and for GPUs without PTX.
+# moved behind the copy, where each warp repeats it. The twins in plain operations are for the interpreter and for GPUs
+# without PTX.
 
 INT8_BF16 = """{
 .reg .b32 a, b, c, d, one;

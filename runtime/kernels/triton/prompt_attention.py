@@ -102,7 +102,7 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
     # Chips with asynchronous MMA convert a block once for all warps; on others each warp would convert all of it. Words
     # keep them from it, where the registers of the copy are left.
     WORDS: tl.constexpr = args.BLOCK_N < 64 and args.HEAD_DIM <= 128
-    VALUE_WORDS: tl.constexpr = args.BLOCK_N < 64 and INT4 == (args.HEAD_DIM > 128)
+    VALUE_WORDS: tl.constexpr = args.BLOCK_N < 64 and (args.HEAD_DIM > 128) == INT4
     ROW: tl.constexpr = args.HEAD_DIM // 2 + args.HEAD_DIM // 16 if INT4 else args.HEAD_DIM
     key = turn * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
     inside = turn % tl.cdiv(args.block_size, args.BLOCK_N)
