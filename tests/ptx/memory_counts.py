@@ -2,7 +2,8 @@
 
 PYTHONPATH=.links python -m tests.ptx.memory_counts FOLDER [80 90 120]
 
-Prints the table; FOLDER caches what is compiled. Small matrices suffice: each iteration of a loop does the same.
+Prints the table; FOLDER caches what is compiled. Small matrices suffice: each iteration of a loop does the same. The exit
+code is 1 if a count is above its limit.
 """
 
 import sys
@@ -29,6 +30,9 @@ CAPABILITIES = (80, 90, 120)
 SIZE, COLUMNS = 128, 8192  # of a weight: one program runs most iterations
 CACHES = {"": torch.bfloat16, " int8": torch.int8, " int4": PACKED}  # by suffix of a name
 PROMPT = 200  # tokens of a prompt
+MOST = 1.1  # factor of the minimum
+# The known exception: scales of int4 keys are 72 bytes apart.
+KNOWN = {("attend int4", "global reads"): 1.5}
 GROUPS = ("shared", "global reads", "global writes")
 
 
@@ -120,21 +124,31 @@ def ratios(found: list[Cost]) -> dict[str, float]:
     return result
 
 
+def limit(launch: Launch, group: str) -> float:
+    """Return the most that a launch may cost, as a factor of the minimum."""
+    return KNOWN.get((str(launch), group), MOST)
+
+
 def table(folder: Path, capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[str]:
-    """Yield the lines of the page."""
+    """Yield the lines of the page; a count above its limit is bold."""
     yield "| kernel | sm | shared wavefronts | sectors read | sectors written |"
     yield "|---|---:|---:|---:|---:|"
     for capability in capabilities:
         for launch in LAUNCHES:
             found = ratios(emulate(folder, capability, costs, launch))
-            yield f"| {launch} | {capability} | " + " | ".join(f"{found[name]:.2f}" for name in GROUPS) + " |"
+            marks = {name: "**" * (found[name] > limit(launch, name)) for name in GROUPS}
+            cells = (f"{marks[name]}{found[name]:.2f}{marks[name]}" for name in GROUPS)
+            yield f"| {launch} | {capability} | " + " | ".join(cells) + " |"
 
 
-def _main(arguments: list[str]) -> None:
+def _main(arguments: list[str]) -> int:
     folder, *chips = arguments
+    good = True
     for line in table(Path(folder), tuple(map(int, chips)) or CAPABILITIES):
         print(line, flush=True)
+        good = good and "**" not in line
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    sys.exit(_main(sys.argv[1:]))

@@ -10,13 +10,10 @@ from tests.ptx.emulated import emulate  # noqa: E402  (reason: only where Triton
 from tests.ptx.emulator.parse import functions  # noqa: E402  (reason: as above)
 from tests.ptx.emulator.run import Runner  # noqa: E402  (reason: as above)
 from tests.ptx.emulator.translate import main_loop  # noqa: E402  (reason: as above)
-from tests.ptx.memory_counts import CAPABILITIES, GROUPS, LAUNCHES, Launch, costs, ratios  # noqa: E402  (as above)
+from tests.ptx.memory_counts import CAPABILITIES, GROUPS, LAUNCHES, Launch, costs, limit, ratios  # noqa: E402  (as above)
 from tests.ptx.test_emulator import HEAD, SHARED, run  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 
-MOST = 1.1  # factor of the minimum
-# The known exception: scales of int4 keys are 72 bytes apart.
-KNOWN = {("attend int4", "global reads"): 1.5}
 EVERY = [(capability, launch) for capability in CAPABILITIES for launch in LAUNCHES]
 QUICK = [(90, LAUNCHES[0]), (90, LAUNCHES[2])]  # the older MMA and wgmma, whose columns are in different orders
 
@@ -30,7 +27,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 def test_main_loops_cost_no_more_than_they_must(capability: int, launch: Launch, folder: Path) -> None:
     found = ratios(emulate(folder, capability, costs, launch))
     for name in GROUPS:
-        assert found[name] <= KNOWN.get((str(launch), name), MOST), f"{name}: {found[name]:.2f} times the least"
+        assert found[name] <= limit(launch, name), f"{name}: {found[name]:.2f} times the least"
 
 
 def counted(folder: Path, body: str) -> dict[str, tuple[int, int, int]]:

@@ -19,6 +19,7 @@ from mycli.runtime.kernels.triton.cache_codes import (
     biased_int8,
     biased_int8_words,
     convert_int8_words,
+    converted,
 )
 from mycli.runtime.kernels.triton.int4_cache import (
     hadamard_rows,
@@ -238,6 +239,8 @@ def attend_kernel(
                 score = tl.dot(k.to(DOT), q.trans()) * scale
             if INT8:
                 score *= tl.load(key_scales + scale_base, mask=key < length, other=0.0)[:, None]
+        if HALVES:
+            v, v_upper = converted(v, ASM), converted(v_upper, ASM)
         if CAPPED:  # tanh(s), exact at both ends
             score = softcap - 2.0 * softcap / (tl.exp2(score * 2.8853900817779268) + 1.0)
         if INT8:

@@ -72,6 +72,7 @@ _INT8_FP16 = tl.constexpr(INT8_FP16)
 _INT8_BIASED = tl.constexpr(INT8_BIASED)
 _INT4_BF16 = tl.constexpr(INT4_BF16)
 _INT4_FP16 = tl.constexpr(INT4_FP16)
+_SAME = tl.constexpr("mov.b32 $0, $1;")
 # Inputs are read after the first output is written: "&" keeps them in different registers.
 _OUT8 = tl.constexpr("=&r," * 2 + "r")
 _OUT4 = tl.constexpr("=&r," * 4 + "r")
@@ -91,6 +92,19 @@ def convert_int8(codes, DOT: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(_INT8_FP16, _OUT8, [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
         return codes.to(DOT)
+
+
+@triton.jit
+def converted(x, ASM: tl.constexpr):
+    """Return x, of 16 bits, without how it was converted.
+
+    Triton lets a thread have twice as many neighbours along K if joins are among it, which only suits operands that
+    are loaded before: ldmatrix would read every second row twice from the same banks.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(_SAME, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
 
 
 @triton.jit

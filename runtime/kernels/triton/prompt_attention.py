@@ -22,7 +22,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.attention import NARROWEST_HEAD, launch_paged_attention
-from mycli.runtime.kernels.triton.cache_codes import convert_int8, convert_int8_words
+from mycli.runtime.kernels.triton.cache_codes import convert_int8, convert_int8_words, converted
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
@@ -91,6 +91,8 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
         if cache.dtype.element_ty == tl.int8 and args.BLOCK_N < 64:
             x = convert_int8(x, args.DOT, args.ASM)
         upper = x
+    if WORDS:
+        x, upper = converted(x, args.ASM), converted(upper, args.ASM)
     return x, upper
 
 
@@ -99,18 +101,17 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
     """Attend to one block of keys; return the new maximum, sum and weighted values."""
     top, total, out, out_upper = state
     INT4: tl.constexpr = args.key_cache.dtype.element_ty == tl.uint8
-    # Chips with asynchronous MMA convert a block once for all warps; on others each warp would convert all of it. Words
-    # keep them from it, where the registers of the copy are left.
-    WORDS: tl.constexpr = args.BLOCK_N < 64 and args.HEAD_DIM <= 128
-    VALUE_WORDS: tl.constexpr = args.BLOCK_N < 64 and (args.HEAD_DIM > 128) == INT4
+    # Chips with asynchronous MMA convert a block once for all warps; on others each warp would convert all of it, but
+    # for words. The keys of int4 vectors stay bytes: two halves of words would spill registers.
+    WORDS: tl.constexpr = args.BLOCK_N < 64
     ROW: tl.constexpr = args.HEAD_DIM // 2 + args.HEAD_DIM // 16 if INT4 else args.HEAD_DIM
     key = turn * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
     inside = turn % tl.cdiv(args.block_size, args.BLOCK_N)
     place = page.to(tl.int64) * args.block_stride + kv_head.to(tl.int64) * args.head_stride
     place += inside * tl.full((), args.BLOCK_N * ROW, tl.int64)
     written = key <= last if MASKED else key >= 0
-    k, k_upper = _load_block(args.key_cache, args.key_scales, place, written, args, MASKED, WORDS)
-    v, v_upper = _load_block(args.value_cache, args.value_scales, place, written, args, MASKED, VALUE_WORDS)
+    k, k_upper = _load_block(args.key_cache, args.key_scales, place, written, args, MASKED, WORDS and not INT4)
+    v, v_upper = _load_block(args.value_cache, args.value_scales, place, written, args, MASKED, WORDS)
     score = tl.dot(q, k.to(args.DOT).trans())
     if INT4:
         score = tl.dot(q_upper, k_upper.trans(), score)
@@ -235,13 +236,12 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
         rows, keys, warps = 16, 32, 4
     # An upper bound of the shared memory that Triton 3.6 and 3.7 allocate, with 8 bytes of scales for each int8 key.
-    # Chips with asynchronous MMA read queries and converted keys from there too.
+    # Converted keys and values are there too, and on chips with asynchronous MMA queries.
     lanes, quantized = 1 << (head_dim - 1).bit_length(), stored.itemsize == 1
-    block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
-    if asynchronous:
-        others += 2 * rows * lanes + 4 * keys * lanes * quantized
-    # Copies ahead take registers, which the conversion of wide or int4 keys needs.
-    alone = quantized and (not asynchronous or stored == torch.int8 and head_dim > 128)
+    block = keys * (2 * lanes * stored.itemsize + 8 * quantized)
+    others = 2 * rows * keys + 4 * keys * lanes * quantized + 2 * rows * lanes * asynchronous
+    # Copies ahead take registers, which the conversion needs.
+    alone = quantized and (not asynchronous or (stored == torch.int8 and head_dim > 128))
     stages = min(1 if alone else 2, (chip.shared - others) // block)
     fits = stages > 0 and NARROWEST_HEAD <= head_dim <= MAX_PROMPT_HEAD
     return PromptTile(rows, keys, warps, stages) if fits else None
