@@ -2,8 +2,8 @@
 
 PYTHONPATH=.links python -m tests.ptx.memory_counts FOLDER [80 90 120]
 
-Prints the table; FOLDER caches what is compiled. Small matrices suffice: each iteration of a loop does the same. The exit
-code is 1 if a count is above its limit.
+Prints the table; FOLDER caches what is compiled. Small matrices suffice: each iteration of a loop does the same.
+The exit code is 1 if a count is above its limit.
 """
 
 import sys
