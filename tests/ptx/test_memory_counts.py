@@ -27,7 +27,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 def test_main_loops_cost_no_more_than_they_must(capability: int, launch: Launch, folder: Path) -> None:
     found = ratios(emulate(folder, capability, costs, launch))
     for name in GROUPS:
-        assert found[name] <= limit(launch, name), f"{name}: {found[name]:.2f} times the least"
+        assert found[name] <= limit(launch, name, capability), f"{name}: {found[name]:.2f} times the least"
 
 
 def counted(folder: Path, body: str) -> dict[str, tuple[int, int, int]]:

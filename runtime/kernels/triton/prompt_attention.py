@@ -74,7 +74,7 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
     elif WORDS and cache.dtype.element_ty == tl.int8 and args.HEAD_DIM % 4 == 0:
         word = tl.arange(0, args.BLOCK_D // 4)
         cell = place // 4 + tl.arange(0, args.BLOCK_N)[:, None] * (args.HEAD_DIM // 4) + word[None, :]
-        source = cache.to(tl.pointer_type(tl.int32)) + cell
+        source = cache.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(cell, [1, 2])  # no bank conflicts, as below
         if MASKED or args.HEAD_DIM != args.BLOCK_D:
             words = tl.load(source, mask=written[:, None] & (word[None, :] < args.HEAD_DIM // 4), other=0)
         else:
@@ -84,6 +84,9 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
     else:
         lane = tl.arange(0, args.BLOCK_D)
         cell = place + tl.arange(0, args.BLOCK_N)[:, None] * args.HEAD_DIM + lane[None, :]
+        # With 8 codes a thread stores 16 bytes, which meet in no bank; with heads of 256 this would spill registers.
+        if cache.dtype.element_ty == tl.int8 and args.HEAD_DIM <= 128:
+            cell = tl.max_contiguous(cell, [1, 8])
         if MASKED or args.HEAD_DIM != args.BLOCK_D:
             x = tl.load(cache + cell, mask=written[:, None] & (lane[None, :] < args.HEAD_DIM), other=0)
         else:
