@@ -53,7 +53,7 @@ def version(path: str) -> str:
     """Return the version of Triton that a process with this PYTHONPATH imports."""
     command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def pieces(tritons: Iterable[str], parts: Iterable[str], capabilities: Iterable[int]) -> Iterator[Piece]:

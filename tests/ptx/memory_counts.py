@@ -31,7 +31,7 @@ SIZE, COLUMNS = 128, 8192  # of a weight: one program runs most iterations
 CACHES = {"": torch.bfloat16, " int8": torch.int8, " int4": PACKED}  # by suffix of a name
 PROMPT = 200  # tokens of a prompt
 MOST = 1.1  # factor of the minimum
-# Known exceptions by launch, count and capability. The scales of int4 vectors lie behind the codes, 72 or 144 bytes apart.
+# Known exceptions by launch, count and capability. Scales of int4 vectors lie behind the codes, 72 or 144 bytes apart.
 # With heads of 256, loads that are stored without conflicts would spill registers on sm_90.
 KNOWN = {
     ("attend int4", "global reads"): dict.fromkeys(CAPABILITIES, 1.5),
