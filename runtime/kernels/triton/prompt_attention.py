@@ -94,7 +94,7 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
         if cache.dtype.element_ty == tl.int8 and args.BLOCK_N < 64:
             x = convert_int8(x, args.DOT, args.ASM)
         upper = x
-    if WORDS:
+    if WORDS and cache.dtype.element_ty.primitive_bitwidth == 8:
         x, upper = converted(x, args.ASM), converted(upper, args.ASM)
     return x, upper
 
