@@ -350,6 +350,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "WINDOW": False,
                 "DOT": tl.float16 if stored == "*i8" else tl.bfloat16,
                 "ASM": True,
+                "PURE": capability in (100, 103),
             }
             warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)
             stages = attend_stages(chip, 128, max(8, 4 * tokens), 1 if scales else 2)

@@ -142,6 +142,7 @@ def attend_kernel(
     CAPPED: tl.constexpr,  # a score s becomes softcap * tanh(s / softcap)
     DOT: tl.constexpr,  # dtype of the MMA operands
     ASM: tl.constexpr,
+    PURE: tl.constexpr,  # conversions may be moved (`cache_codes`)
     UNIT: tl.constexpr,  # smallest number of key-value heads whose columns are whole tiles of the operand
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
     TILES: tl.constexpr,  # tiles combined at a time
@@ -212,7 +213,7 @@ def attend_kernel(
             ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16
             place = base + inside * tl.full((), BLOCK_K * ROW, tl.int64)
             k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, False)
-            v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, True)
+            v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, True, PURE)
             score = tl.dot(k_upper, q_upper.trans(), tl.dot(k, q.trans())) * scale
         else:
             place = base + inside * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
@@ -225,9 +226,9 @@ def attend_kernel(
                 present = (key[:, None] < length) & (word[None, :] < HEAD_DIM // 4)
                 words = tl.load(values.to(tl.pointer_type(tl.int32)) + (place // 4 + cell), mask=present, other=0)
                 if BIASED:
-                    v = biased_int8_words(words, BLOCK_K, BLOCK_D // 4)
+                    v = biased_int8_words(words, BLOCK_K, BLOCK_D // 4, PURE)
                 else:
-                    v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM)
+                    v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM, PURE)
                 v, v_upper = lower_and_upper(v, BLOCK_K, BLOCK_D)
             else:
                 v = tl.load(values + place + cell, mask=present, other=0)
@@ -240,7 +241,7 @@ def attend_kernel(
             if INT8:
                 score *= tl.load(key_scales + scale_base, mask=key < length, other=0.0)[:, None]
         if HALVES:
-            v, v_upper = converted(v, ASM), converted(v_upper, ASM)
+            v, v_upper = converted(v, ASM, PURE), converted(v_upper, ASM, PURE)
         if CAPPED:  # tanh(s), exact at both ends
             score = softcap - 2.0 * softcap / (tl.exp2(score * 2.8853900817779268) + 1.0)
         if INT8:
@@ -418,6 +419,7 @@ def launch_attention(
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
         TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
         CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
+        PURE=chip.capability[0] in (10, 11),
         **combination(block_tokens, group * head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
         PDL=chip.pdl, launch_pdl=chip.pdl,
         num_warps=attend_warps(block_q), num_stages=attend_stages(chip, head_dim, block_q, cache.keys.element_size()),

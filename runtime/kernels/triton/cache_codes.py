@@ -11,8 +11,8 @@ import triton.language as tl
 # of an int8 code those are its lower seven, and 128 or 256 is subtracted, by its sign. Biased numbers keep the bias:
 # their user subtracts `INT8_BIAS` times the sum of the other operand. Words are loaded for operands that pass through
 # shared memory once converted: bytes are copied to registers and packed again, and a conversion that counts as pure is
-# moved behind the copy, where each warp repeats it. The twins in plain operations are for the interpreter and for GPUs
-# without PTX.
+# moved behind the copy, where each warp repeats it. The pipeliner for capability 10 refuses others, hence `PURE`. The
+# twins in plain operations are for the interpreter and for GPUs without PTX.
 
 INT8_BF16 = """{
 .reg .b32 a, b, c, d, one;
@@ -95,13 +95,13 @@ def convert_int8(codes, DOT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def converted(x, ASM: tl.constexpr):
+def converted(x, ASM: tl.constexpr, PURE: tl.constexpr):
     """Return x, of 16 bits, without how it was converted.
 
     Triton lets a thread have twice as many neighbours along K if joins are among it, which only suits operands that
     are loaded before: ldmatrix would read every second row twice from the same banks.
     """
-    if ASM:
+    if ASM and not PURE:
         return tl.inline_asm_elementwise(_SAME, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
         return x
@@ -122,25 +122,27 @@ def _numbers(first, second, ROWS: tl.constexpr, WORDS: tl.constexpr, DOT: tl.con
 
 
 @triton.jit
-def biased_int8_words(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def biased_int8_words(words, ROWS: tl.constexpr, WORDS: tl.constexpr, PURE: tl.constexpr):
     """Convert words as `convert_int8_words` to fp16 numbers that are more by `INT8_BIAS`; only with PTX."""
     first, second = tl.inline_asm_elementwise(
-        _INT8_BIASED, _OUT8, [words], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        _INT8_BIASED, _OUT8, [words], dtype=(tl.int32, tl.int32), is_pure=PURE, pack=1
     )
     return _numbers(first, second, ROWS, WORDS, tl.float16)
 
 
 @triton.jit
-def convert_int8_words(words, ROWS: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
+def convert_int8_words(
+    words, ROWS: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr, PURE: tl.constexpr
+):
     """Convert int32 words [ROWS, WORDS] of four int8 codes to DOT [ROWS, 4 * WORDS]."""
     if ASM and tl.bfloat16 == DOT:
         first, second = tl.inline_asm_elementwise(
-            _INT8_BF16, _OUT8, [words], dtype=(tl.int32,) * 2, is_pure=False, pack=1
+            _INT8_BF16, _OUT8, [words], dtype=(tl.int32,) * 2, is_pure=PURE, pack=1
         )
         return _numbers(first, second, ROWS, WORDS, DOT)
     elif ASM and tl.float16 == DOT:
         first, second = tl.inline_asm_elementwise(
-            _INT8_FP16, _OUT8, [words], dtype=(tl.int32,) * 2, is_pure=False, pack=1
+            _INT8_FP16, _OUT8, [words], dtype=(tl.int32,) * 2, is_pure=PURE, pack=1
         )
         return _numbers(first, second, ROWS, WORDS, DOT)
     else:
@@ -166,13 +168,15 @@ def convert_int4(packed, DOT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def convert_int4_words(words, ROWS: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
+def convert_int4_words(
+    words, ROWS: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr, PURE: tl.constexpr
+):
     """Convert int32 words [ROWS, WORDS] of eight int4 codes as `convert_int4`, each DOT [ROWS, 4 * WORDS]."""
     if ASM and tl.bfloat16 == DOT:
-        a, b, c, d = tl.inline_asm_elementwise(_INT4_BF16, _OUT4, [words], dtype=(tl.int32,) * 4, is_pure=False, pack=1)
+        a, b, c, d = tl.inline_asm_elementwise(_INT4_BF16, _OUT4, [words], dtype=(tl.int32,) * 4, is_pure=PURE, pack=1)
         return _numbers(a, b, ROWS, WORDS, DOT), _numbers(c, d, ROWS, WORDS, DOT)
     elif ASM and tl.float16 == DOT:
-        a, b, c, d = tl.inline_asm_elementwise(_INT4_FP16, _OUT4, [words], dtype=(tl.int32,) * 4, is_pure=False, pack=1)
+        a, b, c, d = tl.inline_asm_elementwise(_INT4_FP16, _OUT4, [words], dtype=(tl.int32,) * 4, is_pure=PURE, pack=1)
         return _numbers(a, b, ROWS, WORDS, DOT), _numbers(c, d, ROWS, WORDS, DOT)
     else:
         a, b = (words << 28 >> 28).to(DOT), (words << 20 >> 28).to(DOT)

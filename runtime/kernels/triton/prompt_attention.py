@@ -79,7 +79,7 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
             words = tl.load(source, mask=written[:, None] & (word[None, :] < args.HEAD_DIM // 4), other=0)
         else:
             words = tl.load(source)
-        x = convert_int8_words(words, args.BLOCK_N, args.BLOCK_D // 4, args.DOT, args.ASM)
+        x = convert_int8_words(words, args.BLOCK_N, args.BLOCK_D // 4, args.DOT, args.ASM, False)
         upper = x
     else:
         lane = tl.arange(0, args.BLOCK_D)
@@ -95,7 +95,7 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
             x = convert_int8(x, args.DOT, args.ASM)
         upper = x
     if WORDS and cache.dtype.element_ty.primitive_bitwidth == 8:
-        x, upper = converted(x, args.ASM), converted(upper, args.ASM)
+        x, upper = converted(x, args.ASM, False), converted(upper, args.ASM, False)
     return x, upper
 
 
