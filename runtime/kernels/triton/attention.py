@@ -326,13 +326,13 @@ def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
     # chips values of 16 bits stay in registers.
     lanes, apart = 1 << (head_dim - 1).bit_length(), chip.capability[0] in (9, 10, 11)
     block = BLOCK_K * lanes * element * (2 if apart or element == 1 else 1)
-    others = 2 * queries * lanes + (2 * BLOCK_K * queries if apart else 0) + 2048
+    others = 2 * queries * lanes + (2 * BLOCK_K * queries if apart or element == 1 else 0) + 2048
     if element == 1:  # converted before the product, with a scale per key
         others += 2 * BLOCK_K * lanes
         block += 8 * BLOCK_K
     fitting = (chip.shared - others) // block
     if element == 1 and chip.shared < 128 << 10:  # two, so that two programs fit; they take one block ahead
-        return min(2, fitting + 1) if fitting > 0 else 0
+        return max(0, min(2, fitting + 1))
     return max(0, min(3, fitting))
 
 
