@@ -90,7 +90,7 @@ def _compile(build: Build, capability: int) -> tuple[int, list[str], str]:
 def conversions(build: Build, capability: int) -> int:
     """Count the main loop's permutations, logic, shifts, and conversions and arithmetic of 16-bit numbers."""
     _, loop, _ = _compile(build, capability)
-    return sum(bool(re.match(r"(PRMT|LOP3|SHF|I2F|HADD2|HMUL2|HFMA2)", line)) for line in loop)
+    return sum(bool(re.match(r"(PRMT|LOP3|SHF|I2FP?|HADD2|HMUL2|HFMA2)\b", line)) for line in loop)
 
 
 def measure(build: Build, capability: int) -> Measured:
