@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all test-commands check fix docs wheel test-floor test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm mutants clean
+.PHONY: demo test test-all test-commands check fix docs wheel test-floor test-emulated test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm mutants clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -54,6 +54,11 @@ $(FLOOR)/.ready: Makefile | $(VENV)/.ready
 test-floor: $(FLOOR)/.ready .links/mycli
 	TRITON_CACHE_DIR=$(FLOOR)/cache PYTHONPATH=$(FLOOR):.links $(BIN)/python -m tests.ptx.floor 90
 
+# All that is shown without a GPU, with the installed and the oldest Triton, for three compute capabilities: hours, which
+# may be interrupted. MATRIX chooses, for example "--part races 90".
+test-emulated: $(FLOOR)/.ready .links/mycli
+	$(RUN) -m tests.ptx.matrix .emulated --triton $(FLOOR) $(MATRIX)
+
 fix: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -69,7 +74,7 @@ wheel: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.platform_wheel dist
 
 clean:
-	rm -rf $(VENV) .vllm-venv $(FLOOR) .links .demo build dist *.egg-info .mycli-work
+	rm -rf $(VENV) .vllm-venv $(FLOOR) .emulated .links .demo build dist *.egg-info .mycli-work
 
 # A GPU machine brings its own Python packages; nothing is installed there.
 test-gpu: .links/mycli

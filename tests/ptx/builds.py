@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mycli.runtime.kernels.triton import attention as triton_attention
-from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_stages, attend_warps, combination
+from mycli.runtime.kernels.triton.attention import BLOCK_K, LEAST_TURNS, attend_stages, attend_warps, combination
+from mycli.runtime.kernels.triton.attention_kernel import attend_kernel
 from mycli.runtime.kernels.triton.gated_silu import SiluArguments, silu_epilogue
 from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
@@ -363,15 +363,16 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "BLOCK_K": BLOCK_K,
                 "TURNS": 1,
                 "WINDOW": False,
-                "DOT": tl.bfloat16,
+                "DOT": tl.float16 if stored == "*i8" else tl.bfloat16,
                 "ASM": True,
-                "LEAST_TURNS": triton_attention.LEAST_TURNS,
+                "LEAST_TURNS": LEAST_TURNS,
                 "UPRIGHT": not scales,
+                "PURE": capability in (100, 103),
             }
             warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)
             stages = attend_stages(chip, 128, max(8, 4 * tokens), 1 if scales else 2)
             flags |= combination(tokens, 4, 128, 128, 32, warps) | pdl
-            kernel = triton_attention.attend_kernel
+            kernel = attend_kernel
             loose = ("rows_padded", "tokens", "table_width")
             yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, stages, unaligned=loose)
             if tokens == 8:  # a prompt padded to a multiple of it

@@ -2,7 +2,8 @@
 
 PYTHONPATH=.links python -m tests.ptx.race_runs FOLDER [90]
 
-Prints the table of docs/results/races.md; FOLDER caches what is compiled.
+Prints the table of docs/results/races.md; FOLDER caches what is compiled. The exit code is 1 if there is a race, or a
+kernel that no run launches.
 """
 
 import sys
@@ -90,24 +91,29 @@ def all_kernels(capability: int) -> set[str]:
 
 
 def table(folder: Path, capability: int) -> Iterator[str]:
-    """Yield the lines of the page; the last names the kernels that no run launches."""
+    """Yield the lines of the page; the last two name the kernels that no run launches, and count the races."""
     yield "| run | sm | kernels | launches | races |"
     yield "|---|---:|---|---:|---|"
-    missing = all_kernels(capability)
+    missing, races, total = all_kernels(capability), 0, 0
     for name in RUNS:
         launches, message = emulate(folder, capability, watch, name)
         missing -= set(launches)
+        races, total = races + bool(message), total + sum(launches.values())
         kernels = ", ".join(f"`{kernel}`" for kernel in sorted(launches))
         yield f"| {name} | {capability} | {kernels} | {sum(launches.values())} | {message or 'none'} |"
     yield f"\nKernels that no run launches: {', '.join(sorted(missing)) or 'none'}."
+    yield f"sm {capability}: {len(RUNS)} runs, {total} launches, {races} with a race, {len(missing)} kernels missing"
 
 
-def _main(arguments: list[str]) -> None:
+def _main(arguments: list[str]) -> int:
     folder, *chips = arguments
+    good = True
     for chip in chips or ["90"]:
         for line in table(Path(folder), int(chip)):
             print(line, flush=True)
+        good = good and line.endswith(" 0 with a race, 0 kernels missing")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    sys.exit(_main(sys.argv[1:]))

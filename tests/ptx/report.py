@@ -77,14 +77,25 @@ def _width(instruction: str) -> int:
     return int(size[1].strip("U")) // 8 if size else 4
 
 
-def measure(build: Build, capability: int) -> Measured:
-    """Compile for an NVIDIA architecture and count."""
+def _compile(build: Build, capability: int) -> tuple[int, list[str], str]:
+    """Return the bytes of shared memory of the compiled kernel, its main loop, and what it uses."""
     compiled = build.compile(GPUTarget("cuda", capability, 32))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         loop = _main_loop(_tool("nvdisasm", "-c", file.name))
-        usage = _tool("cuobjdump", "-res-usage", file.name)
+        return compiled.metadata.shared, loop, _tool("cuobjdump", "-res-usage", file.name)
+
+
+def conversions(build: Build, capability: int) -> int:
+    """Count the main loop's permutations, logic, shifts, and conversions and arithmetic of 16-bit numbers."""
+    _, loop, _ = _compile(build, capability)
+    return sum(bool(re.match(r"(PRMT|LOP3|SHF|I2FP?|HADD2|HMUL2|HFMA2)\b", line)) for line in loop)
+
+
+def measure(build: Build, capability: int) -> Measured:
+    """Compile for an NVIDIA architecture and count."""
+    shared, loop, usage = _compile(build, capability)
     found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
     # reason: the three are printed for every kernel; a missing one should fail loudly
     loads = [_width(line) for line in loop if line.startswith(("LDG.", "LDGSTS."))]
@@ -100,8 +111,8 @@ def measure(build: Build, capability: int) -> Measured:
         shared_store_bytes=stores,
         spills=found["STACK"] + found["LOCAL"],
         registers=found["REG"],
-        shared=compiled.metadata.shared,
-        blocks=_blocks(capability, found["REG"], compiled.metadata.shared, build.warps),
+        shared=shared,
+        blocks=_blocks(capability, found["REG"], shared, build.warps),
         products=products.most_common(1)[0][0] if products else "",
     )
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.ptx import (
     builds,  # noqa: E402  (reason: as above)
     report,  # noqa: E402  (reason: as above)
 )
+from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 
 DOCUMENT = ROOT / "docs" / "results" / "kernels.md"
 BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
@@ -112,6 +114,16 @@ def test_other_chips_and_rows(name: str, capability: int) -> None:
     m = report.measure(build(name, capability), capability)
     assert m.per_weight <= BUDGET and m.spills == 0
     assert m.products == ("HGMMA" if "16" in name.split()[-1] else "HMMA")
+
+
+CONVERSIONS = {"int8": 1.0, "int4": 2.0}  # the most per cached number, for int4 with the product by its scale
+
+
+@pytest.mark.parametrize(("kind", "capability"), chosen(product(CONVERSIONS, (80, 90, 120)), [("int8", 90)]))
+def test_cached_numbers_are_converted_in_few_instructions(kind: str, capability: int) -> None:
+    one = build(f"attend {kind} to 1", capability)
+    numbers = 2 * one.constants["BLOCK_K"] * one.constants["HEAD_DIM"] / (32 * one.warps)
+    assert report.conversions(one, capability) <= CONVERSIONS[kind] * numbers
 
 
 def test_compiles_for_amd() -> None:

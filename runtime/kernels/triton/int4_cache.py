@@ -85,6 +85,7 @@ def load_int4(
     DOT: tl.constexpr,
     ASM: tl.constexpr,
     WORDS: tl.constexpr,  # load words of four bytes: for operands that pass through shared memory once converted
+    PURE: tl.constexpr = False,  # as `convert_int4_words`
 ):
     """Load ROWS rotated vectors from byte `place`, as lower and upper columns, each DOT [ROWS, HEAD_DIM / 2].
 
@@ -95,9 +96,10 @@ def load_int4(
     row, group = tl.arange(0, ROWS)[:, None], tl.arange(0, GROUPS)[None, :]
     if WORDS:
         word = tl.arange(0, HEAD_DIM // 8)[None, :]
-        source = codes.to(tl.pointer_type(tl.int32)) + (place // 4 + row * (BYTES // 4) + word)
+        # Two words a thread: what it stores once they are converted, 16 bytes of either half, meets in no bank.
+        source = codes.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(place // 4 + row * (BYTES // 4) + word, [1, 2])
         packed = tl.load(source, mask=present[:, None], other=0)
-        lower, upper = convert_int4_words(packed, ROWS, HEAD_DIM // 8, DOT, ASM)
+        lower, upper = convert_int4_words(packed, ROWS, HEAD_DIM // 8, DOT, ASM, PURE)
     else:
         byte = tl.arange(0, HEAD_DIM // 2)[None, :]
         packed = tl.load(codes + place + row * BYTES + byte, mask=present[:, None], other=0)

@@ -1,4 +1,4 @@
-"""Attention to a paged cache on a GPU; `triton.attention` and `triton.prompt_attention` have the kernels."""
+"""Attention to a paged cache on a GPU; `triton.attention_kernel` and `triton.prompt_attention` have the kernels."""
 
 from dataclasses import replace
 from functools import cache

@@ -22,6 +22,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.attention import NARROWEST_HEAD, launch_paged_attention
+from mycli.runtime.kernels.triton.cache_codes import convert_int8, convert_int8_words, converted
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
@@ -63,18 +64,38 @@ class PromptArguments(NamedTuple):
 
 
 @triton.jit
-def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr):
-    """Return keys or values from `place` [BLOCK_N, BLOCK_D]; of int4 vectors the lower and the upper half."""
+def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS: tl.constexpr):
+    """Return keys or values from `place` [BLOCK_N, BLOCK_D]; of int4 vectors the lower and the upper half.
+
+    WORDS: load words of four bytes, for operands that pass through shared memory once converted.
+    """
     if cache.dtype.element_ty == tl.uint8:
-        x, upper = load_int4(cache, scales, place, written, args.BLOCK_N, args.HEAD_DIM, args.DOT, args.ASM, False)
+        x, upper = load_int4(cache, scales, place, written, args.BLOCK_N, args.HEAD_DIM, args.DOT, args.ASM, WORDS)
+    elif WORDS and cache.dtype.element_ty == tl.int8 and args.HEAD_DIM % 4 == 0:
+        word = tl.arange(0, args.BLOCK_D // 4)
+        cell = place // 4 + tl.arange(0, args.BLOCK_N)[:, None] * (args.HEAD_DIM // 4) + word[None, :]
+        source = cache.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(cell, [1, 2])  # no bank conflicts, as below
+        if MASKED or args.HEAD_DIM != args.BLOCK_D:
+            words = tl.load(source, mask=written[:, None] & (word[None, :] < args.HEAD_DIM // 4), other=0)
+        else:
+            words = tl.load(source)
+        x = convert_int8_words(words, args.BLOCK_N, args.BLOCK_D // 4, args.DOT, args.ASM, False)
+        upper = x
     else:
         lane = tl.arange(0, args.BLOCK_D)
         cell = place + tl.arange(0, args.BLOCK_N)[:, None] * args.HEAD_DIM + lane[None, :]
+        # With 8 codes a thread stores 16 bytes, which meet in no bank; with heads of 256 this would spill registers.
+        if cache.dtype.element_ty == tl.int8 and args.HEAD_DIM <= 128:
+            cell = tl.max_contiguous(cell, [1, 8])
         if MASKED or args.HEAD_DIM != args.BLOCK_D:
             x = tl.load(cache + cell, mask=written[:, None] & (lane[None, :] < args.HEAD_DIM), other=0)
         else:
             x = tl.load(cache + cell)
+        if cache.dtype.element_ty == tl.int8 and args.BLOCK_N < 64:
+            x = convert_int8(x, args.DOT, args.ASM)
         upper = x
+    if WORDS and cache.dtype.element_ty.primitive_bitwidth == 8:
+        x, upper = converted(x, args.ASM, False), converted(upper, args.ASM, False)
     return x, upper
 
 
@@ -83,14 +104,17 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
     """Attend to one block of keys; return the new maximum, sum and weighted values."""
     top, total, out, out_upper = state
     INT4: tl.constexpr = args.key_cache.dtype.element_ty == tl.uint8
+    # Chips with asynchronous MMA convert a block once for all warps; on others each warp would convert all of it, but
+    # for words. The keys of int4 vectors stay bytes: two halves of words would spill registers.
+    WORDS: tl.constexpr = args.BLOCK_N < 64
     ROW: tl.constexpr = args.HEAD_DIM // 2 + args.HEAD_DIM // 16 if INT4 else args.HEAD_DIM
     key = turn * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
     inside = turn % tl.cdiv(args.block_size, args.BLOCK_N)
     place = page.to(tl.int64) * args.block_stride + kv_head.to(tl.int64) * args.head_stride
     place += inside * tl.full((), args.BLOCK_N * ROW, tl.int64)
     written = key <= last if MASKED else key >= 0
-    k, k_upper = _load_block(args.key_cache, args.key_scales, place, written, args, MASKED)
-    v, v_upper = _load_block(args.value_cache, args.value_scales, place, written, args, MASKED)
+    k, k_upper = _load_block(args.key_cache, args.key_scales, place, written, args, MASKED, WORDS and not INT4)
+    v, v_upper = _load_block(args.value_cache, args.value_scales, place, written, args, MASKED, WORDS)
     score = tl.dot(q, k.to(args.DOT).trans())
     if INT4:
         score = tl.dot(q_upper, k_upper.trans(), score)
@@ -215,13 +239,12 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
         rows, keys, warps = 16, 32, 4
     # An upper bound of the shared memory that Triton 3.6 and 3.7 allocate, with 8 bytes of scales for each int8 key.
-    # Chips with asynchronous MMA read queries and converted keys from there too.
+    # Converted keys and values are there too, and on chips with asynchronous MMA queries.
     lanes, quantized = 1 << (head_dim - 1).bit_length(), stored.itemsize == 1
-    block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
-    if asynchronous:
-        others += 2 * rows * lanes + 4 * keys * lanes * quantized
-    # Copies ahead take registers, which the conversion of wide or int4 keys needs.
-    alone = head_dim > 128 if stored == torch.int8 else stored == PACKED and not asynchronous
+    block = keys * (2 * lanes * stored.itemsize + 8 * quantized)
+    others = 2 * rows * keys + 4 * keys * lanes * quantized + 2 * rows * lanes * asynchronous
+    # Copies ahead take registers, which the conversion needs.
+    alone = quantized and (not asynchronous or (stored == torch.int8 and head_dim > 128))
     stages = min(1 if alone else 2, (chip.shared - others) // block)
     fits = stages > 0 and NARROWEST_HEAD <= head_dim <= MAX_PROMPT_HEAD
     return PromptTile(rows, keys, warps, stages) if fits else None

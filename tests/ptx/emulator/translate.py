@@ -197,6 +197,14 @@ class _Translation:
         whole = f"FORGET {_kind(one)} ALL {text} SETTLE({len(self._accesses) - 1},{size}) SAME_AGAIN"
         return whole if one.name in ("ld", "cp") else f"WRITES++; {whole}"
 
+    def _counted_matrices(self, one: Instruction) -> str:
+        """Return the count of ldmatrix or stmatrix after it: eight rows of 16 bytes are served together."""
+        if one.name not in ("ldmatrix", "stmatrix"):
+            return ""
+        self._accesses.append(Access(one.text, 16, self._block in self._main_loop))
+        rows = 8 * int(next(part[1:] for part in one.parts if re.fullmatch(r"x[124]", part)))
+        return f" FORGET for(int r=0;r<{rows};r++){{NOTE(0,rows[r])}} SETTLE({len(self._accesses) - 1},16)"
+
     def _one(self, one: Instruction) -> None:
         """Translate an instruction, for the lanes that its guard enables."""
         waits = one.parts[:2] == ("cp", "async") and one.parts[2] in _WAITS
@@ -218,7 +226,7 @@ class _Translation:
                 whole = f"ALL {text}" if one.parts[:3] == ("cp", "async", "bulk") else self._counted(one, text)
                 self._warp(("give_turn(READY);" if _yields(one) else "") + f"AT({json.dumps(one.text)}) {whole}")
         elif guard is None:
-            self._warp(f"{{{body}}}")
+            self._warp(f"{{{body}{self._counted_matrices(one)}}}")
         else:
             self._warp(f"{{u32 left=0;ALL left|=(u32)!!({guard})<<l;if(left){{u32 m=left;{body}}}}}")
 

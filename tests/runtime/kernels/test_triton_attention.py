@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
-from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
@@ -43,9 +43,11 @@ class Case:
     processors: int = 8
     packing: Packing = Packing(4, 128)
     block: int = 640  # cache block size, and the default for every sequence
+    size: float = 1.0  # of values
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + "-int8" * self.int8
+        options += f"-values{self.size:g}" * (self.size != 1.0)
         options += "-int4" * self.int4 + f"-blocks{self.block}" * (self.block < 640)
         into = f"-to-{self.packing.name}"
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
@@ -76,10 +78,11 @@ def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor, torch.Te
     table = shuffled(len(case.lengths), capacity // case.block)
     shape = (2, len(case.lengths), case.kv_heads, capacity, case.head_dim)
     wide = normal(*shape)
+    wide[1] *= case.size
+    wide[1, :, :, 5] = 0  # its int8 scale is 0 too
     present = torch.arange(capacity) < torch.tensor(case.lengths)[:, None, None]
     if case.int8:
-        scales = wide.abs().amax(-1) / 127
-        codes = (wide / scales[..., None]).round().to(torch.int8)
+        codes, scales = quantize_vectors(wide)
         scales = torch.where(present, scales, torch.nan)
         wide = codes.float() * scales[..., None]
         parts = [paged(tensor, case.block, table) for tensor in (*codes, *scales)]
@@ -143,6 +146,8 @@ def attention(case: Case) -> float:
         Case((300,), window=64, tokens=3, processors=64),
         Case((130, 40), int8=True),
         Case((300,), int8=True, tokens=5, heads=8, window=150, dtype=torch.bfloat16),
+        Case((130, 9), int8=True, dtype=torch.bfloat16, size=1e-9, processors=64),
+        Case((130,), int8=True, dtype=torch.bfloat16, size=1e9),
         Case((300, 70), int4=True, processors=64),
         Case((150,), int4=True, tokens=5, heads=8, window=90, head_dim=128, dtype=torch.bfloat16),
         Case((100,), dtype=torch.bfloat16, head_dim=128, packing=Packing(4, 128)),

@@ -54,9 +54,12 @@ def test_every_int8_code(kind: str) -> None:
     for row in BYTES.view(-1, 4):
         first, second = run(getattr(cache_codes, f"INT8_{kind}"), words(row[None]), 2, DTYPES[kind])
         assert first + second == signed(row, 8)
-    for pair in BYTES.view(-1, 2, 4):
-        results = run(getattr(cache_codes, f"INT8_WORDS_{kind}"), words(pair), 4, DTYPES[kind])
-        assert results == [signed(pair[:, byte], 8) for byte in range(4)]
+
+
+def test_every_int8_code_with_the_bias() -> None:
+    for row in BYTES.view(-1, 4):
+        first, second = run(cache_codes.INT8_BIASED, words(row[None]), 2, torch.float16)
+        assert [one - cache_codes.INT8_BIAS.value for one in first + second] == signed(row, 8)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -64,7 +67,3 @@ def test_every_pair_of_int4_codes(kind: str) -> None:
     for row in BYTES.view(-1, 4):
         a, b, c, d = run(getattr(cache_codes, f"INT4_{kind}"), words(row[None]), 4, DTYPES[kind])
         assert a + b == signed(row & 15, 4) and c + d == signed(row >> 4, 4)
-    for pair in BYTES.view(-1, 2, 4):
-        results = run(getattr(cache_codes, f"INT4_WORDS_{kind}"), words(pair), 8, DTYPES[kind])
-        lower, upper = ([signed(codes[:, byte], 4) for byte in range(4)] for codes in (pair & 15, pair >> 4))
-        assert results == lower + upper

@@ -49,12 +49,18 @@ def columns_of(tile, into):
 
 
 @triton.jit
-def _store_scaled(value, place, row, tile, present, into):
-    # Scaled to below 2^15, fp16 holds every bf16 or fp16 value above 2^-38 of the tile's largest exactly.
+def scaled_rows(value):
+    """Convert rows fp32 to fp16, scaled by a power of two each; return them and its inverse."""
+    # Scaled to below 2^15, fp16 holds every bf16 or fp16 value above 2^-38 of the row's largest exactly.
     exponent = tl.maximum(tl.max(tl.abs(value), axis=1).to(tl.int32, bitcast=True) >> 23, 20)
     down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(14 - e)
     up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    scaled = (value * down[:, None]).to(tl.float16)
+    return (value * down[:, None]).to(tl.float16), up
+
+
+@triton.jit
+def _store_scaled(value, place, row, tile, present, into):
+    scaled, up = scaled_rows(value)
     tl.store(into.data + place, scaled, mask=present[:, None])
     pair = into.sums + (tile * into.rows_padded + row) * 2
     tl.store(pair, up, mask=present)

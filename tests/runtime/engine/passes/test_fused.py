@@ -117,7 +117,7 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
     """Return per kernel, on a chip where launches overlap: name, whether launched early, whether all programs wait."""
     import triton
 
-    from mycli.runtime.kernels.triton import attention, mixture, residual, routing, split_k
+    from mycli.runtime.kernels.triton import attention_kernel, mixture, residual, routing, split_k
     from mycli.runtime.kernels.triton.product import gemm
 
     fused, plain = models(case, chip=Chip((9, 0), 4, pdl=True))
@@ -137,8 +137,8 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", watched)
         patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter does not run PTX
-        patch.setattr(attention, "prefetch_run", lambda *_: None)
-        for module in (attention, residual, gemm, split_k, mixture, routing):
+        patch.setattr(attention_kernel, "prefetch_run", lambda *_: None)
+        for module in (attention_kernel, residual, gemm, split_k, mixture, routing):
             patch.setattr(module, "pdl_wait", lambda *_: waits.update(["pdl_wait"]))
         inputs = StepInput.zeros(1, 1, 1, plain.device)
         inputs.fill([Chunk([0], 0, (0,), 1)])
