@@ -36,12 +36,10 @@ def train(
     is_held_out = torch.arange(windows) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     fitted, held_out = (~is_held_out).nonzero().flatten(), is_held_out.nonzero().flatten()
 
-    # With a graph, so that products are those of the steps: without one, weights would be rounded to bf16 on some
-    # processors, which hides small movements of scales.
+    @torch.no_grad()
     def held_out_loss() -> float:
         with reduced_precision(device):
-            parts = torch.split(held_out, at_once)
-            return sum(len(part) * float(loss(part).detach()) for part in parts) / len(held_out)
+            return sum(len(part) * float(loss(part)) for part in torch.split(held_out, at_once)) / len(held_out)
 
     trim_heap(mmap_threshold=4 << 20)  # every step allocates the same sizes again, with other sizes in between
     before = best = held_out_loss()
