@@ -34,6 +34,8 @@ REASONS: Mapping[str, str] = {
     "cpu-contiguous-without-gradient": "supports only contiguous tensors on the CPU, without a gradient",
     "no-gradient": "has no backward pass, and a tensor requires a gradient",
     "fp32-outside-inference": "computes fp32 in inference mode only",
+    "fp32-products-not-rounded": "rounds fp32 to bf16 during calibration only",
+    "no-fast-bf16-dots": "needs AVX-512 bf16 dot products at full rate",
     "activation-dtype": "{dtype} activations are not supported",
     "rows-not-contiguous": "supports only contiguous rows",
     "rows-not-whole-vectors": "supports only contiguous rows whose length is a multiple of {multiple}",

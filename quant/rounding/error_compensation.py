@@ -4,26 +4,32 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from mycli.runtime.kernels.cpu.rounded import add_rounded_outer, rounds
+from mycli.runtime.kernels.registry import DENSE_PRODUCT
 
 # Ridge regression on calibration tokens: the first step of Qronos (arXiv 2505.11695), for all columns together.
 RIDGE = 0.01  # share of the mean of diag(H), the least damping of the solvers
 # From this width on, sums took two thirds of the time of all moments, so only what is needed is summed: the lower
 # triangle of the Hessian, in strips of rows up to the diagonal, and the product of the weight with the drift. Narrower
-# inputs keep the plain sums, so that the results for small models stay the same byte for byte.
+# inputs keep the plain sums of torch, so that the results for small models stay the same byte for byte; the native
+# sums are of the lower triangle at every width.
 _WIDE = 2048
 _STRIPS = 8
+_NATIVE_STRIPS = 32
 
 
 @dataclass(frozen=True)
 class Moments:
     """Sums over tokens: `hessian` of x x^T, fp32 [K, K], and `drift` of (y - x) x^T [K, K] or W (y - x) x^T [N, K].
 
-    weight: W; None for a drift [K, K]. The upper triangle of `hessian` is zero until `complete`.
+    weight: W; None for a drift [K, K]. The columns of `hessian` after the end of a strip of rows are undefined until
+    `complete`; strip: the number of rows.
     """
 
     hessian: Tensor
     drift: Tensor
+    strip: int
     weight: Tensor | None = None
 
     @classmethod
@@ -31,18 +37,22 @@ class Moments:
         """Return empty sums for inputs of `size`; `weight` [N, size]: the factor of the drift."""
         rows = size if weight is None else drift_rows(len(weight), size)
         weight = None if rows == size else weight
-        return cls(torch.zeros(size, size, device=device), torch.zeros(rows, size, device=device), weight)
+        strips = _NATIVE_STRIPS if device.type == "cpu" and rounds() else _STRIPS if size >= _WIDE else 1
+        zeros = torch.zeros(size, size, device=device), torch.zeros(rows, size, device=device)
+        return cls(*zeros, -(-size // strips), weight)
 
     def add(self, inputs: Tensor, originals: Tensor | None = None) -> None:
         """Add rows [n, K] of a model's inputs, and those of the original if drift is wanted."""
-        for start, end in self._strips():
-            self.hessian[start:end, :end].addmm_(inputs[:, start:end].T, inputs[:, :end])
+        if add_rounded_outer(self.hessian, inputs, inputs, self.strip) is not None:
+            for start, end in self._strips():
+                self.hessian[start:end, :end].addmm_(inputs[:, start:end].T, inputs[:, :end])
         if originals is None:
             return
         change = originals - inputs
         if bool(change.any()):  # both streams enter the first block
-            change = change if self.weight is None else functional.linear(change, self.weight)
-            self.drift.addmm_(change.T, inputs)
+            change = change if self.weight is None else DENSE_PRODUCT(change, self.weight)
+            if add_rounded_outer(self.drift, change, inputs, len(self.drift)) is not None:
+                self.drift.addmm_(change.T, inputs)
 
     def complete(self) -> "Moments":
         """Fill the upper triangle of the Hessian from the lower one."""
@@ -52,8 +62,7 @@ class Moments:
 
     def _strips(self) -> list[tuple[int, int]]:
         size = len(self.hessian)
-        step = size if size < _WIDE else -(-size // _STRIPS)
-        return [(start, min(start + step, size)) for start in range(0, size, step)]
+        return [(start, min(start + self.strip, size)) for start in range(0, size, self.strip)]
 
 
 def drift_rows(rows: int, columns: int) -> int:

@@ -21,7 +21,8 @@ from mycli.quant.rounding.grid import (
     round_to_nearest,
 )
 from mycli.quant.tuning.block import preferred_shifts
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import Declined, ModelError
+from mycli.runtime.kernels.cpu.rounded import rounded_product
 from mycli.runtime.quantization.scheme import Packing
 
 TOO_FEW_TOKENS = "calibration sent the expert too few tokens"
@@ -93,7 +94,8 @@ class LinearSolver:
             part, scales = target[rows], solution.quantized.scales[rows]
             solved = Quantized(solution.quantized.codes[rows], scales)
             rounded = Quantized(round_to_grid(part, scales, grid), scales)
-            lost, same_scales = (output_error(part, codes, grid, hessian) for codes in (solved, rounded))
+            total = _output_size(part, hessian)
+            lost, same_scales = (output_error(part, codes, grid, hessian, total) for codes in (solved, rounded))
             fallback = "Hessian not positive definite" if solution.fallback else None
             if lost > same_scales:
                 fallback = "plain rounding is better"
@@ -140,10 +142,23 @@ def rounding_error(weight: Tensor, grid: Grid, hessian: Tensor) -> float:
     return output_error(weight, round_to_nearest(weight, grid)[0], grid, hessian)
 
 
-def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
-    """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 for outputs of zero."""
+def output_error(
+    weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor, total: float | None = None
+) -> float:
+    """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 for outputs of zero.
+
+    total: ||W X||^2, if it is known.
+    """
     original = weight.float()
-    error = dequantize_codes(quantized, grid).sub_(original)
-    with reduced_precision(hessian.device):  # rounding moves the ratio by less than 1e-4
-        lost, total = (float((part @ hessian).mul_(part).sum(dtype=torch.float64)) for part in (error, original))
+    lost = _output_size(dequantize_codes(quantized, grid).sub_(original), hessian)
+    total = _output_size(original, hessian) if total is None else total
     return lost / total if total > 0 else 0.0
+
+
+def _output_size(weight: Tensor, hessian: Tensor) -> float:
+    # ||W X||^2. The Hessian is symmetric, so its transpose takes its place.
+    rows = weight.float().contiguous()
+    with reduced_precision(hessian.device):  # rounding moves the ratio by less than 1e-4
+        product = rounded_product(rows, hessian)
+        product = rows @ hessian if isinstance(product, Declined) else product
+        return float(product.mul_(rows).sum(dtype=torch.float64))

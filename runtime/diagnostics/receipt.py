@@ -13,8 +13,8 @@ from mycli.runtime.diagnostics.selftest import versions
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.utils.files import disk_errors, write_atomic
-from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.files import disk_errors, read_input, write_atomic
+from mycli.runtime.utils.json_fields import Fields, parse_object
 
 if TYPE_CHECKING:  # the caller opens the model; this room may not import `open`
     from mycli.runtime.engine.replies.completion import Completion
@@ -55,7 +55,7 @@ class Receipt:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a receipt. Raises NotFoundError; ModelError for another file or a changed receipt; UsageError."""
-        fields = read_object(path, _MAX_BYTES)
+        fields = parse_object(read_input(path, _MAX_BYTES), path.name, _MAX_BYTES)
         if fields.integer("receipt_version") != _VERSION:
             raise fields.fail("receipt_version", f"must be {_VERSION}", "replay it with the version that wrote it")
         record = {name: value for name, value in fields.values.items() if name != "sha256"}

@@ -98,7 +98,10 @@ def _late(module: str, name: str, **options: object) -> Callable[..., Any]:
 
 
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
-DENSE_PRODUCT = Operation("dense product", (_fp32_inference(dense_product), functional.linear))
+DENSE_PRODUCT = Operation(
+    "dense product",
+    (_fp32_inference(dense_product), _late("kernels.cpu.rounded", "rounded_product"), functional.linear),
+)
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
 RMS_NORM = Operation("RMSNorm", (_fp32_inference(native_rms_norm), reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]

@@ -31,6 +31,12 @@ def test_a_sampled_reply_is_made_again(receipt: Path, mycli: Mycli) -> None:
     assert (answer["same"], answer["tokens"], answer["program_changes"]) == (True, 12, [])
 
 
+def test_a_missing_receipt_is_no_missing_model(mycli: Mycli, tmp_path: Path) -> None:
+    done = mycli("replay", str(tmp_path / "missing.json"))
+    assert done.returncode == 4 and "missing.json: no such file" in done.stderr
+    assert "check the path" in done.stderr and "mycli pull" not in done.stderr
+
+
 def test_a_flipped_bit_in_a_weight_is_found(receipt: Path, mycli: Mycli) -> None:
     weights = receipt.parent / "copy" / "model.safetensors"
     weights.chmod(0o644)

@@ -121,7 +121,7 @@ def test_activations_that_are_not_finite_name_layer_and_windows(
 
 
 def half(hessian: Tensor) -> Moments:
-    return Moments(hessian / 2, torch.zeros_like(hessian))
+    return Moments(hessian / 2, torch.zeros_like(hessian), len(hessian))
 
 
 @pytest.mark.parametrize("fault", ["E8-worse-than-rounding"])

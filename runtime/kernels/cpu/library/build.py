@@ -141,9 +141,12 @@ class Native:
     round_weight: Callable[..., int]
     pack_codes: Callable[..., int | None]
     solve_columns: Callable[..., int | None]
+    rounded_matmul: Callable[..., int]
+    rounded_outer: Callable[..., int]
     experts_matmul: Callable[..., int]
     experts_route: Callable[..., int]
     experts_sum: Callable[..., int | None]
+    rounds: bool  # whether `rounded_matmul` and `rounded_outer` compute: elsewhere torch is as fast
     isa: str  # the instruction set of products: a name in `isa.SETS` or `isa.ARM_SETS`, or "plain"
     path: Path
     compiled: Declined | None = None  # why it was compiled on this machine; None: it is prebuilt
@@ -193,6 +196,9 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         round_weight=function("round_weight", c_int, ctypes.POINTER(CRounding), c_int),
         pack_codes=function("pack_codes", None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int),
         solve_columns=function("solve_columns", None, ctypes.POINTER(CColumns), c_int),
+        rounded_matmul=function("rounded_matmul", c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, c_int),
+        rounded_outer=function("rounded_outer", c_int, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64, c_int),
+        rounds=bool(function("rounded_products", c_int)()),
         experts_matmul=function("experts_matmul", c_int, c_void_p, c_int),
         experts_route=function("experts_route", c_int64, c_void_p, c_int),
         experts_sum=function("experts_sum", None, c_void_p, c_int),
@@ -257,9 +263,9 @@ def _cache_problem(target: Path) -> str:
         return "is missing"
 
 
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def cache_folder() -> Path:
     """Return the folder of compiled libraries: `mycli/kernels` under $XDG_CACHE_HOME, by default ~/.cache."""
-    base = environment.get("XDG_CACHE_HOME")
+    base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "mycli" / "kernels"
 
 

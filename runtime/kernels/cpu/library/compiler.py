@@ -24,6 +24,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "packed_cpu.cpp": (),
     "one_byte_cpu.cpp": (),
     "attention_cpu.cpp": (),
+    "rounded_cpu.cpp": (),
     "quantize_cpu.cpp": ("-ffp-contract=off",),
 }
 FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
