@@ -85,7 +85,7 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_report(monkeypatch, 2048)
-    recipe = Recipe(bits=3, group=64, samples=2 * HELD_OUT_EVERY, seq=32)
+    recipe = Recipe(bits=3, group=64, samples=4 * HELD_OUT_EVERY, seq=64)
     plain = quantize(plan_quantization(SOURCE, recipe), tmp_path / "plain", CPU)
     tuned = quantize(plan_quantization(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)
     told = json.loads((tmp_path / "tuned" / "mycli.json").read_text())["tuning"]
