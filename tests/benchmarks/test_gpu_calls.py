@@ -93,6 +93,8 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
     assert [part.name for part in second_call.parts(Asked(), tmp_path)] == [
         "compute-sanitizer",
         "ncu",
+        "pieces of a pass",
+        "tiles in a pass",
         "profile",
         "sweep of splits",
     ]
@@ -168,7 +170,10 @@ def test_all_of_the_first_call_rehearsed(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_of_the_second_call_rehearsed(folder: Path, tmp_path: Path) -> None:
     told = rehearsed("second_call", folder, tmp_path)
-    assert list(told["parts"]) == ["compute-sanitizer", "ncu", "profile", "sweep of splits"]
+    assert list(told["parts"]) == [part.name for part in second_call.parts(Asked(folder), tmp_path)]
+    (one, other) = told["parts"]["pieces of a pass"]
+    assert set(one) == {"rows", "keys", "us per layer", "qkv", "attention", "o", "gate_up", "down"} == set(other)
+    assert [row["chosen"] for row in told["parts"]["tiles in a pass"]].count(True) == 1
     swept = told["parts"]["sweep of splits"]
     assert swept[0]["chosen"] and {row["block"] for row in swept} == {64, 128}
 

@@ -48,8 +48,8 @@ def products(asked: Asked) -> Rows:
         yield {"packing": packing.name, **errors, "ok": all(error < 5e-3 for error in errors.values())}
 
 
-def layers(asked: Asked, chip: Any) -> Any:
-    """Return two layers of the 8B model with the same random weights every time."""
+def layers(asked: Asked, chip: Any, count: int = 2) -> Any:
+    """Return layers of the 8B model with the same random weights every time."""
     import torch
 
     from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
@@ -59,7 +59,7 @@ def layers(asked: Asked, chip: Any) -> Any:
     from tests.gpu.bench import weights
     from tests.gpu.bench.shapes import INT4, LLAMA_8B
 
-    config = replace(LLAMA_8B, layers=2, vocab_size=8192)
+    config = replace(LLAMA_8B, layers=count, vocab_size=8192)
     if asked.rehearse:
         sizes = {"hidden_size": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "intermediate_size": 128}
         config = replace(config, layers=1, vocab_size=64, max_context=64, **sizes)

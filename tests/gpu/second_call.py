@@ -4,8 +4,9 @@ PYTHONPATH=.links python -m tests.gpu.second_call [--minutes 9] [--out FOLDER]
 PYTHONPATH=.links python -m tests.gpu.second_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
 
 Runs the four tools of compute-sanitizer on small products and a fused pass; profiles the O and the gate and up products
-with ncu; and times the products of a layer with other numbers of K splits and narrower tiles, next to the predictions
-of `bench.latency`. If a tool is not installed, this is reported and its workload runs without it.
+with ncu; times the fused pass without each of its launches and with other tiles; and times the products of a layer
+with other numbers of K splits and narrower tiles, next to the predictions of `bench.latency`. If a tool is not
+installed, this is reported and its workload runs without it.
 """
 
 import csv
@@ -216,11 +217,36 @@ def sweep(asked: Asked) -> Rows:
                 }  # fmt: skip
 
 
+def _of_a_pass(asked: Asked, part: Callable[..., Rows]) -> Rows:
+    from tests.gpu.bench.timing import Context
+    from tests.gpu.first_call import layers
+
+    context = Context(asked.device(), tiny=asked.rehearse is not None, rounds=1 if asked.rehearse else 5)
+    model = layers(asked, asked.chip(), 8)
+    yield from part(model, context, (1,)) if asked.rehearse else part(model, context)
+
+
+def pieces(asked: Asked) -> Rows:
+    """Time a layer of the fused pass without each of its launches."""
+    from tests.gpu.bench import pass_pieces
+
+    yield from _of_a_pass(asked, pass_pieces.pieces)
+
+
+def tiles(asked: Asked) -> Rows:
+    """Time a layer of the fused pass with other tiles."""
+    from tests.gpu.bench import pass_pieces
+
+    yield from _of_a_pass(asked, pass_pieces.tiles)
+
+
 def parts(asked: Asked, out: Path) -> Sequence[Part]:
     slower = SLOWER if asked.rehearse is not None else 1
     return [
         Part("compute-sanitizer", slower * 240, sanitized, "compute-sanitizer, and all of its checks but one"),
         Part("ncu", slower * 90, profiled, "ncu: O and gate_up of small sizes run without it"),
+        Part("pieces of a pass", slower * 60, pieces, "time, and launches that overlap"),
+        Part("tiles in a pass", slower * 120, tiles, "time, and launches that overlap"),
         Part("profile", slower * 60, profile, "kernels of a GPU: it profiles a small model on the CPU"),
         Part("sweep of splits", slower * 180, sweep, "time: the emulator's says nothing"),
     ]
