@@ -160,13 +160,13 @@ def token_microseconds(card: Card, config: ModelConfig, rows: int, depth: int, *
 
 PAGE = """# Predicted time per token of an 8B model
 
-Computed from one model of latency, whose constants are in the program, and written before any
-measurement; the last column has what an H200 did ([h200.md](h200.md)). The model is far too
-hopeful: on the H200 a launch takes about 5 us longer than it says, one with 64 rows much longer.
+Computed from one model of latency, whose constants are in the program and were written before any
+measurement; the last column has what an H200 did ([h200.md](h200.md)). The model is too hopeful: on
+the H200 a launch takes about 4 us longer than it says.
 
     python -m tests.gpu.bench.latency docs/results/predicted.md
 
-Llama-3.1-8B, int4 in groups of 128, head included; keys of 16 bits. Made 2026-11-26.
+Llama-3.1-8B, int4 in groups of 128, head included; keys of 16 bits. Made 2026-11-27.
 """
 
 

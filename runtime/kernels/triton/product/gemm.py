@@ -201,8 +201,8 @@ def multiply_kernel(
         prefetch_weights(begin, block * RUNS, n_padded // CHUNK_N - 1, run_bytes, part_bytes, RUNS, WARPS)
         pdl_wait(NEXT_FIRST)
     # Scales, and of few rows the sums, are loaded one iteration ahead, each once the one before it was used: a register
-    # that waits for a load cannot be moved. Of more rows, registers for the sums are too scarce.
-    AHEAD: tl.constexpr = BLOCK_M <= 16
+    # that waits for a load cannot be moved. Of more rows, registers for the sums are too scarce; wgmma needs fewer.
+    AHEAD: tl.constexpr = BLOCK_M <= 8 or (PERMUTED and BLOCK_M <= 16 and UNROLL <= 2)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if CHANNEL and offsets is not None:
         x_total = tl.zeros((BLOCK_M,), tl.float32)
@@ -210,8 +210,9 @@ def multiply_kernel(
         squares = _load_squares(rms, x_columns, rows_padded, columns < last)
     words: tl.tuple = ()
     pairs: tl.tuple = ()
-    for turn in tl.static_range(1 if CHANNEL else UNROLL):
-        words = words + (scale_word(scales, start + turn, end, n_padded, stored_blocks, BLOCK_N, SCALE, CHANNEL),)
+    if not CHANNEL:
+        for turn in tl.static_range(UNROLL):
+            words = words + (scale_word(scales, start + turn, end, n_padded, stored_blocks, BLOCK_N, SCALE),)
     if AHEAD:
         for turn in tl.static_range(UNROLL):
             pairs = pairs + (_row_sum(sums, start + turn, end, x_columns, rows_padded, BLOCK_M, ROUTED),)
@@ -260,7 +261,7 @@ def multiply_kernel(
                     offset = load_scales(offsets, now, n_padded, stored_blocks, BLOCK_N, "fp32")
                     total += offset[:, None] * x_sum[None, :]
                 next_words = next_words + (
-                    scale_word(scales, now + UNROLL, end, n_padded, stored_blocks, BLOCK_N, SCALE, CHANNEL),
+                    scale_word(scales, now + UNROLL, end, n_padded, stored_blocks, BLOCK_N, SCALE),
                 )
             if AHEAD:
                 next_pairs = next_pairs + (_row_sum(sums, now + UNROLL, end, x_columns, rows_padded, BLOCK_M, ROUTED),)
@@ -269,7 +270,8 @@ def multiply_kernel(
         if AHEAD:
             pairs = next_pairs
     if CHANNEL:
-        total *= (to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
+        word = load_scales(scales, 0, n_padded, stored_blocks, BLOCK_N, SCALE)
+        total *= (to_scales(word, BLOCK_N, SCALE) * factor)[:, None]
         if offsets is not None:
             total += load_scales(offsets, 0, n_padded, stored_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:

@@ -77,6 +77,6 @@ def to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def scale_word(scales, tile, end, n_padded, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr, CHANNEL: tl.constexpr):
+def scale_word(scales, tile, end, n_padded, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
     """Load the scale words of a tile; past the end, those of the last."""
-    return load_scales(scales, 0 if CHANNEL else tl.minimum(tile, end - 1), n_padded, blocks, BLOCK_N, SCALE)
+    return load_scales(scales, tl.minimum(tile, end - 1), n_padded, blocks, BLOCK_N, SCALE)
