@@ -6,6 +6,7 @@ Prints the table; FOLDER caches what is compiled. Small matrices suffice: each i
 The exit code is 1 if a count is above its limit.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ LAUNCHES = [
 def multiply(launch: Launch, chip: Chip) -> None:
     product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
     stream = torch.zeros(launch.rows, SIZE, dtype=torch.bfloat16)
-    add(product.prepare(normal(launch.rows, COLUMNS).bfloat16()), product, stream, None, counters())
+    x = product.prepare(normal(launch.rows, COLUMNS).bfloat16())
+    device().runner.costs.clear()
+    add(x, product, stream, None, counters())
 
 
 def attend(launch: Launch, chip: Chip) -> None:
@@ -105,8 +108,9 @@ def counters() -> torch.Tensor:
 
 
 def costs(launch: Launch) -> list[Cost]:
-    """Return the costs of every instruction; runs in a process of `emulated`."""
+    """Return the costs of every instruction of all its kernels; runs in a process of `emulated`."""
     played = device()
+    played.runner.costs.clear()
     capability = divmod(played.capability, 10)
     work: Callable[[Launch, Chip], None] = multiply if launch.kv is None else attend
     played.runner.count = True
@@ -127,7 +131,7 @@ def ratios(found: list[Cost]) -> dict[str, float]:
     for name in GROUPS:
         own = [cost for cost in found if group_of(cost) == name and (cost.access.main_loop or name == GROUPS[2])]
         least = sum(cost.least for cost in own)
-        result[name] = sum(cost.made for cost in own) / least if least else 1.0
+        result[name] = sum(cost.made for cost in own) / least if least else math.nan  # nothing was counted
     return result
 
 
@@ -143,7 +147,7 @@ def table(folder: Path, capabilities: tuple[int, ...] = CAPABILITIES) -> Iterato
     for capability in capabilities:
         for launch in LAUNCHES:
             found = ratios(emulate(folder, capability, costs, launch))
-            marks = {name: "**" * (found[name] > limit(launch, name, capability)) for name in GROUPS}
+            marks = {name: "**" * (not found[name] <= limit(launch, name, capability)) for name in GROUPS}
             cells = (f"{marks[name]}{found[name]:.2f}{marks[name]}" for name in GROUPS)
             yield f"| {launch} | {capability} | " + " | ".join(cells) + " |"
 

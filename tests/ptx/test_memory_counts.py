@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.ptx.emulated import emulate  # noqa: E402  (reason: only where Triton is installed)
 from tests.ptx.emulator.parse import functions  # noqa: E402  (reason: as above)
 from tests.ptx.emulator.run import Runner  # noqa: E402  (reason: as above)
-from tests.ptx.emulator.translate import main_loop  # noqa: E402  (reason: as above)
+from tests.ptx.emulator.translate import Access, main_loop  # noqa: E402  (reason: as above)
 from tests.ptx.memory_counts import CAPABILITIES, GROUPS, LAUNCHES, Launch, costs, limit, ratios  # noqa: E402  (as above)
 from tests.ptx.test_emulator import HEAD, SHARED, run  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (reason: as above)
@@ -59,6 +59,12 @@ def test_counts_of_matrices_are_those_of_the_hardware(folder: Path) -> None:
     found = counted(folder, place.format(step=7) + load + place.format(step=4) + store)
     assert found["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] == (2, 64, 8)
     assert found["stmatrix.sync.aligned.m8n8.x4.shared.b16"] == (2, 8, 8)
+
+
+@pytest.mark.parametrize("guard", ["", "@%p1 ", "@!%p1 "])
+def test_stores_are_told_from_loads(guard: str) -> None:
+    assert Access(f"{guard}st.global.b32 [ %d1 + 0 ], {{ %r1 }};", 4, False).writes
+    assert not Access(f"{guard}ld.global.b32 {{ %r1 }}, [ %d1 + 0 ];", 4, False).writes
 
 
 def test_the_main_loop_is_the_smallest_with_a_product() -> None:

@@ -26,9 +26,11 @@ DOCUMENT = ROOT / "docs" / "results" / "kernels.md"
 BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
 SPARE = 1.5  # factor of the minimum instructions: addresses, the loop, moves between registers
 FOREIGN = {packing.name: packing for packing in builds.FOREIGN}
-# Two registers, on chips other than 80 and 90; in return ptxas fits one more block on a multiprocessor.
-SPILLED = {86: ("rotate int8 8", "rotate int4 8"), 89: ("rotate int8 8", "rotate int4 8"), 120: ("add 32",)}
-SPILLED[100] = ("add 1", "rotate 8", "rotate int8 8", "rotate a half 16")
+# Bytes that kernels spill by compute capability and the end of their names; in return ptxas fits one more block on a
+# multiprocessor. On 90 none does.
+_SMALL = dict.fromkeys(("SiLU 1", "rotate 1", "rotate int4 1", "rotate int4 8", "sum 1", "GELU 1"), 8)
+_LARGE = dict.fromkeys(("int4-g64 rows 32", "int4-g128 rows 32", "int2-g128 rows 8", "int8-g16 rows 16"), 8)
+SPILLED = {80: {"add 1": 8}, 86: _SMALL, 89: _SMALL, 100: _LARGE | {"rotate int4 1": 8, "SiLU 8": 16, "a norm": 16}}
 FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
 
 
@@ -135,8 +137,8 @@ def test_every_kernel_is_documented_and_within_the_bars() -> None:
     expected = {(one.name, capability) for capability in report.CAPABILITIES for one in builds.builds(capability)}
     assert set(rows) == expected, "make the table again: python -m tests.ptx.report docs/results/kernels.md"
     for (name, capability), (ratio, _, _, _, _, _, registers, spills, _, blocks) in rows.items():
-        known = name.startswith("multiply int4-g128 rows") and name.endswith(SPILLED.get(capability, ()))
-        assert int(spills) <= 8 * known and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
+        known = [most for end, most in SPILLED.get(capability, {}).items() if name.endswith(end)]
+        assert int(spills) <= max(known, default=0) and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
         if re.search(r"multiply .* rows 8\b", name):  # with or without the epilogue
             assert float(ratio) <= foreign_budget(name), (name, capability)
         if capability == 90 and re.search(r"multiply .* rows \d+ (add|SiLU|rotate)", name):

@@ -74,7 +74,7 @@ def _asynchronous(chip: Chip) -> bool:
 
 
 def _blocks_that_fit(chip: Chip, head_dim: int, queries: int, element: int, operands: int = 2) -> int:
-    # Blocks of keys, and of values with two operands, beside queries, weights and converted codes.
+    # Blocks of keys, and of values with two operands, after queries, weights and converted codes have their memory.
     lanes = 1 << (head_dim - 1).bit_length()
     block, others = BLOCK_K * lanes * element * operands, 2 * queries * (lanes + BLOCK_K) + 2048
     if element == 1:  # converted before the product, with a scale per key

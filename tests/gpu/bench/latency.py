@@ -31,9 +31,9 @@ TAIL = 0.2  # us of instructions after the partial sums
 ISSUE = 0.7  # share of issue slots that are used
 # Instructions per 4-bit weight by compute capability and tile rows, as counted in docs/results/kernels.md.
 INSTRUCTIONS = {
-    (8, 9): {8: 1.84, 16: 2.19, 32: 2.58, 64: 5.08},
-    (9, 0): {8: 1.70, 16: 1.91, 32: 2.83, 64: 4.00},
-    (12, 0): {8: 1.86, 16: 2.15, 32: 2.67, 64: 5.38},
+    (8, 9): {8: 1.52, 16: 1.79, 32: 2.59, 64: 5.05},
+    (9, 0): {8: 1.45, 16: 1.95, 32: 2.35, 64: 3.89},
+    (12, 0): {8: 1.53, 16: 1.85, 32: 2.68, 64: 5.31},
 }
 KEYS = 64  # keys per iteration of attention
 # Tokens per second by card, keys and sequences, from docs/results/h200.md; the mean over the 128 tokens of a reply.

@@ -37,7 +37,7 @@ class Cost:
 class Runner:
     """Runs kernels, compiled once into `folder`. seed: order of programs and warps, different for every launch.
 
-    count: record in `costs` what the memory accesses of the last launch cost. races: two unordered accesses to the same
+    count: add to `costs` what the memory accesses of each launch cost. races: two unordered accesses to the same
     global memory fail the launch. starved: one program at a time is hardly ever scheduled.
     """
 
@@ -88,7 +88,7 @@ class Runner:
         if said:
             raise LaunchFailed(said)
         if self.count:
-            self.costs = [
+            self.costs += [
                 Cost(access, not space, cost.requests, cost.made, cost.least)
                 for space in range(2)
                 for access, cost in zip(accesses, library.costs(space)[: len(accesses)], strict=True)

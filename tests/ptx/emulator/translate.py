@@ -32,7 +32,7 @@ class Access:
     @property
     def writes(self) -> bool:
         """Return whether it writes global memory; a copy to shared memory reads it."""
-        return self.text.split()[-1 if self.text.startswith("@") else 0].startswith("st")
+        return self.text.split()[1 if self.text.startswith("@") else 0].startswith("st")
 
 
 def main_loop(function: Function) -> range:
