@@ -40,8 +40,9 @@ def silu_epilogue(parts, count, piece, row, rows, args):
     column = columns_of(tile, args.into)
     inside = (row[:, None] < rows) & (column < args.size)
     place, stride = row[:, None] * (2 * args.size) + column, rows * args.size * 2
-    gate = add_parts(parts, place, count, stride, inside).to(args.DTYPE).to(tl.float32)
-    up = add_parts(parts, place + args.size, count, stride, inside).to(args.DTYPE).to(tl.float32)
+    # A product this wide has few parts: more than two loads in flight would spill registers.
+    gate = add_parts(parts, place, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
+    up = add_parts(parts, place + args.size, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
     if args.bias is not None:
         gate += tl.load(args.bias + column, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(args.bias + args.size + column, mask=inside, other=0.0).to(tl.float32)
