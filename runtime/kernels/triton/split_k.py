@@ -79,7 +79,7 @@ def epilogue_kernel(parts, count, rows, epilogue, PDL: tl.constexpr):
 
 @triton.jit
 def add_parts(parts, place, count, stride, inside, LEAST: tl.constexpr = 4):
-    """Sum `count` parts, `stride` apart, in order, at `place` [a, b]. LEAST: loads of a thread in flight."""
+    """Sum `count` parts, `stride` apart, in order, at `place` [a, b]. LEAST: the fewest loads of a thread at a time."""
     # Each iteration costs the latency of the L2 cache: where a thread has few values, up to 16 loads are in flight.
     FEW: tl.constexpr = 4096 // (place.shape[0] * place.shape[1])
     LOADS: tl.constexpr = 16 if FEW >= 16 else (8 if FEW >= 8 else (4 if FEW >= 4 else LEAST))

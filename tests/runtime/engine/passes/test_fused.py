@@ -125,11 +125,14 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
     rope = Rope(plain.config, CAPACITY, plain.device, torch.float16)
     step = FusedStep.compile(fused)
     assert isinstance(step, FusedStep)
-    waits, seen = Counter[str](), set()
+    waits, seen, first = Counter[str](), set(), [False]
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
     def watched(self: Any, *arguments: Any, **options: Any) -> None:
         waits.clear()
+        if self.fn.__name__ == "attend_kernel":
+            assert not first[-1], "attention loads lengths before its wait, so the launch before it waits first"
+        first.append(options.get("NEXT_FIRST", False))
         launch(self, *arguments, **options)
         programs = torch.Size(self.grid).numel()
         seen.add((self.fn.__name__, options.get("launch_pdl", False), waits["pdl_wait"] == programs))
@@ -143,6 +146,7 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
         inputs = StepInput.zeros(1, 1, 1, plain.device)
         inputs.fill([Chunk([0], 0, (0,), 1)])
         step(inputs, rope, cache, last=True)
+    assert any(first)
     return seen
 
 
