@@ -13,11 +13,12 @@ from mycli.cli.text.progress import LINE_SECONDS
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import Declined, NotFoundError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.open import OpenedModel, OpenReport, add_adapter, open_model
+from mycli.runtime.open import OpenReport, add_adapter, open_model
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers

@@ -15,10 +15,10 @@ from mycli.quant.evaluate import STREAM_BYTES, token_divergence
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.engine.replies.completion import Completion
+from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
-from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import (

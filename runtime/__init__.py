@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.config import EngineConfig as EngineConfig
-    from mycli.runtime.open import OpenedModel as OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel as OpenedModel
     from mycli.runtime.open import open_model as open_model
     from mycli.runtime.sampling.params import SamplingParams as SamplingParams
 
 # Imported on first use: light commands do not need these modules, which take longer to import than they run.
 _PUBLIC = {
     "EngineConfig": "mycli.runtime.engine.config",
-    "OpenedModel": "mycli.runtime.open",
+    "OpenedModel": "mycli.runtime.engine.replies.opened_model",
     "SamplingParams": "mycli.runtime.sampling.params",
     "open_model": "mycli.runtime.open",
 }

@@ -12,8 +12,8 @@ from mycli.cli.command import Call
 from mycli.cli.replies.generation import describe
 from mycli.cli.text.format import compact, draft_statistics
 from mycli.cli.text.progress import LiveMarkdown
+from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import UsageError
-from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser

@@ -17,7 +17,7 @@ from mycli.runtime.utils.units import pluralize
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.diagnostics.receipt import Receipt, TokenDifference
     from mycli.runtime.engine.replies.completion import Completion
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 EXAMPLES = (
     'mycli run pico "Tell me a story." -t 0.8 --receipt r.json && mycli replay r.json',

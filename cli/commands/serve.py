@@ -36,7 +36,7 @@ from mycli.runtime.utils.units import pluralize
 if TYPE_CHECKING:
     from socket import socket
 
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 EXAMPLES = (
     "mycli serve pico",

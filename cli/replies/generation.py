@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mycli.runtime.engine.replies.opened_model import DEFAULT_MAX_TOKENS, OpenedModel
 from mycli.runtime.errors import UserError
-from mycli.runtime.open import DEFAULT_MAX_TOKENS, OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mycli.cli.replies.generation import Generator
     from mycli.runtime.diagnostics.receipt import Receipt
     from mycli.runtime.engine.replies.completion import Completion
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 _DRAFTS = ("none", "ngram", "mtp")  # a draft model has files that the receipt does not cover
 # Settings of the engine that may change a token. Threads and memory limits change none.

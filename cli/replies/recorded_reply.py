@@ -15,7 +15,7 @@ from mycli.runtime.tokenizer.chat_template import TemplateOptions
 
 if TYPE_CHECKING:  # only replies need them, not the help
     from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
 LAST = "last"  # as an ID: the reply that was interrupted last

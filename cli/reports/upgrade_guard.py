@@ -11,7 +11,7 @@ from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.diagnostics.golden_record import GoldenComparison, GoldenRecord, SpeedChange
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 
 def measure(call: Call, opened: "OpenedModel", before: "GoldenRecord | None" = None) -> "GoldenRecord":

@@ -26,7 +26,7 @@ from mycli.runtime.utils.files import disk_errors, write_atomic
 from mycli.runtime.utils.json_fields import read_object
 
 if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 SECONDS = 20.0  # of measuring, half for prompts and half for replies
 SAMPLE_SECONDS = 0.5

@@ -18,7 +18,7 @@ from mycli.runtime.utils.json_fields import Fields, parse_object
 
 if TYPE_CHECKING:  # the caller opens the model; this room may not import `open`
     from mycli.runtime.engine.replies.completion import Completion
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 _MAX_BYTES = 64 << 20
 _VERSION = 1

@@ -16,7 +16,7 @@ from mycli.runtime.quantization.scheme import BITS, Packing
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
-    from mycli.runtime.open import OpenedModel
+    from mycli.runtime.engine.replies.opened_model import OpenedModel
 
 DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 PACKINGS = (*(Packing(bits, 128) for bits in BITS), Packing(4, 32), Packing(4, None), Packing(8, None))

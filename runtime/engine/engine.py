@@ -18,7 +18,8 @@ from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.state_pool import StatePool
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.request_state import RequestState, TokensAhead
-from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
+from mycli.runtime.engine.scheduled import ScheduledSequence
+from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
 from mycli.runtime.engine.stats import EngineStats

@@ -10,7 +10,8 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
-from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
+from mycli.runtime.engine.scheduled import ScheduledSequence
+from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
 

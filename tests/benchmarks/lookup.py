@@ -18,10 +18,11 @@ from torch import Tensor
 
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.scheduler import ScheduledSequence
+from mycli.runtime.engine.replies.opened_model import OpenedModel
+from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import UserError
-from mycli.runtime.open import OpenedModel, open_model
+from mycli.runtime.open import open_model
 from mycli.runtime.speculative.draft_length import LONG_LENGTHS, AdaptiveDraftLength
 from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.speculator import ProposerSpeculator

@@ -21,8 +21,9 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import UsageError
-from mycli.runtime.open import OpenedModel, open_model
+from mycli.runtime.open import open_model
 from mycli.runtime.tokenizer.chat_template import Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES
 from tests.support.models import CPU, random_model

@@ -19,10 +19,10 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.completion import Completion
+from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from tests.support.paths import PICO

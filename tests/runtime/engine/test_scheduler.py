@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Node, PrefixIndex
-from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
+from mycli.runtime.engine.scheduled import ScheduledSequence
+from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
 from mycli.runtime.errors import UsageError
 from tests.support.engines import text_of

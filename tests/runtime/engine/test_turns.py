@@ -8,7 +8,8 @@ import pytest
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
+from mycli.runtime.engine.scheduled import ScheduledSequence
+from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, Request, Sequence, Status
 
 LENGTH = 8
