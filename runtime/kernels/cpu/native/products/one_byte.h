@@ -91,11 +91,12 @@ inline void make_bytes(const uint16_t* x, int64_t inputs, const Cut& cut, int32_
 #define SIGNED_BYTE_DOTS 0
 #endif
 #define PAIR_SUMS (!BYTE_DOTS && !SIGNED_BYTE_DOTS && VECTOR > 16)  // instructions that add two products, to 16 bits
-template <int B> constexpr int BYTE_ZERO = SIGNED_BYTE_DOTS ? 0 : ZERO<B>;
 
 // How many fours of numbers below or equal to LARGEST, times bytes, fit a sum of 16 bits: each lane has two products of a four. 0:
-// none does, and the numbers are split in two.
+// none does; those of signed codes do.
 template <int B> constexpr int FITTING = !PAIR_SUMS || LARGEST<B> < 16 ? FOURS : LARGEST<B> < 32 ? 4 : LARGEST<B> < 64 ? 2 : 0;
+template <int B> constexpr bool SIGNED_CODES = SIGNED_BYTE_DOTS || FITTING<B> == 0;
+template <int B> constexpr int BYTE_ZERO = SIGNED_CODES<B> ? 0 : ZERO<B>;
 
 // The sum of the products of COUNT fours, in lanes of 32 bits. It starts with what compensates for numbers that count from 0.
 template <int FIT, int COUNT> struct ByteSum {
@@ -112,7 +113,7 @@ template <int FIT, int COUNT> struct ByteSum {
     }
     inline __attribute__((always_inline)) Ints end(Ints start) const {
 #if PAIR_SUMS
-        if (ONE_PART) return widened(part, 1) + start;
+        if (ONE_PART) return widened(part) + start;
 #endif
         (void)start;
         return sum;
@@ -128,12 +129,11 @@ template <int FIT, int COUNT> struct ByteSum {
         sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
 #elif PAIR_SUMS
         if constexpr (FIT == 0) {
-            const Words nibble = Words{} + uint16_t(0x0f0f);
-            sum += widened(pairs(codes & nibble, x), 1) + widened(pairs((codes >> 4) & nibble, x), 16);
+            sum += widened(signed_pairs(codes, x));
         } else {
             part = q % FIT ? part + pairs(codes, x) : pairs(codes, x);
             asm("" : "+x"(part));  // GCC would compute all products of a segment before it adds any, and spill most
-            if (!ONE_PART && (q % FIT == FIT - 1 || q == COUNT - 1)) sum += widened(part, 1);
+            if (!ONE_PART && (q % FIT == FIT - 1 || q == COUNT - 1)) sum += widened(part);
         }
 #else
         uint8_t a[VECTOR];
@@ -153,24 +153,31 @@ private:
         return (Words)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
 #endif
     }
-    static Ints widened(Words words, int16_t weight) {
+    // Of signed codes: their magnitudes times x with their signs, at most 2 x 128 x 127.
+    static Words signed_pairs(Words codes, Ints x) {
 #if VECTOR == 64
-        return (Ints)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(weight));
+        const __m512i c = (__m512i)codes, zero = _mm512_setzero_si512();
+        return pairs((Words)_mm512_abs_epi8(c), (Ints)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask(c), zero, (__m512i)x));
 #else
-        return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(weight));
+        return pairs((Words)_mm256_abs_epi8((__m256i)codes), (Ints)_mm256_sign_epi8((__m256i)x, (__m256i)codes));
+#endif
+    }
+    static Ints widened(Words words) {
+#if VECTOR == 64
+        return (Ints)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
+#else
+        return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1));
 #endif
     }
 #endif
 };
 
-// The codes of four q of a block for the rows of vector `part`: numbers from 0, or signed where dot products are.
+// The codes of four q of a block for the rows of vector `part`: numbers from 0, or signed.
 template <int B> inline __attribute__((always_inline)) Words byte_codes(const uint8_t* block, int q, int part) {
+    typedef int8_t Signed __attribute__((vector_size(VECTOR)));
     const Words codes = four_numbers<B, Words>(block, q, part);
-#if SIGNED_BYTE_DOTS
-    return (Words)((int8x16_t)codes - int8_t(ZERO<B>));
-#else
+    if constexpr (SIGNED_CODES<B>) return (Words)((Signed)codes - int8_t(ZERO<B>));
     return codes;
-#endif
 }
 
 // How the sum of a segment is added to its span, and a span to a row.
