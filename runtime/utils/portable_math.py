@@ -1,8 +1,4 @@
-"""Functions and sums with the same bits on every processor; those of torch depend on the length of its vectors.
-
-Products, sums, quotients and roundings to integers of fp64 are rounded once wherever torch runs; all else here is made
-of these.
-"""
+"""Functions and sums with the same bits on every processor; those of torch depend on the length of its vectors."""
 
 import math
 from collections.abc import Iterable
@@ -11,6 +7,7 @@ from decimal import Decimal
 import torch
 from torch import Tensor
 
+# All is made of products, sums, quotients and roundings of fp64, which are rounded once wherever torch runs.
 _LOG2 = math.log2(math.e)
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # ln 2; the first has 32 bits
 _TERMS = 13  # of the series of e^x, up to x = ln 2 / 2: the next is below 2^-58
@@ -30,7 +27,6 @@ def exponential(x: Tensor) -> Tensor:
 
 
 def tangent(x: Tensor) -> Tensor:
-    """tanh of fp64 x."""
     rest = exponential(-2 * x.abs())
     return ((1 - rest) / (1 + rest)).copysign(x)
 
@@ -53,11 +49,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean, from a sum that is rounded once."""
     values = list(values)
     return math.fsum(values) / len(values)
 
 
 def exp_of(value: float) -> float:
-    """e^value, rounded once."""
     return float(Decimal(value).exp())
