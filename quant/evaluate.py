@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +23,30 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
+from mycli.runtime.utils import portable_math
 from mycli.runtime.utils.files import MAX_TEXT_BYTES, read_input
 
 LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
 STREAM_BYTES = 1 << 30  # of residual streams; more windows take another pass over the layers
+
+
+class ScoredModel(Protocol):
+    """A model to measure: a `StreamedModel`, or a `ResidentModel` with portable bits."""
+
+    folder: ModelFolder
+    placement: Placement
+    config: ModelConfig
+
+    def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
+        """Return what `logits` reads, [windows, context, width] for int64 [windows, context]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 [rows, vocabulary] for [rows, width]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,7 @@ def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None)
 
 
 def evaluate(
-    model: StreamedModel, text: TokenWindows, reference: StreamedModel | None = None, progress: ReportProgress = silent
+    model: ScoredModel, text: TokenWindows, reference: ScoredModel | None = None, progress: ReportProgress = silent
 ) -> Evaluation:
     """Score `model` on `text`, and measure its divergence from `reference` if there is one.
 
@@ -121,9 +140,9 @@ def evaluate(
 
 
 def evaluate_each(
-    models: Sequence[StreamedModel],
+    models: Sequence[ScoredModel],
     text: TokenWindows,
-    reference: StreamedModel | None = None,
+    reference: ScoredModel | None = None,
     progress: ReportProgress = silent,
     *,
     same_blocks: bool = False,
@@ -163,7 +182,7 @@ def evaluate_each(
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
 
 
-def _evaluation(model: StreamedModel, text: TokenWindows, scores: Sequence[dict[str, Tensor]]) -> Evaluation:
+def _evaluation(model: ScoredModel, text: TokenWindows, scores: Sequence[dict[str, Tensor]]) -> Evaluation:
     columns = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}  # [windows, context - 1]
     windows, context = text.windows.shape
     return Evaluation(
@@ -204,7 +223,7 @@ def measure_heads(
 
 
 @torch.no_grad()
-def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
+def _score(models: Sequence[ScoredModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
     rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, len(tokens) - 1, rows):
@@ -216,9 +235,10 @@ def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: T
         if len(logs) == 2:
             ours, theirs = logs[0], logs[1].to(logs[0].device)
             part["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
-            part["dp"] = chosen[0].exp() - chosen[1].exp()
+            exponential = portable_math.exponential if models[0].placement.portable else torch.exp
+            part["dp"] = (exponential(chosen[0].double()) - exponential(chosen[1].double())).float()
             part["reference_nll"] = -chosen[1]
-            part["kl"] = _kl(ours, theirs)
+            part["kl"] = _portable_kl(ours, theirs) if models[0].placement.portable else _kl(ours, theirs)
         parts.append(part)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -244,7 +264,12 @@ def _kl(ours: Tensor, theirs: Tensor) -> Tensor:
     return ours.neg_().add_(theirs).mul_(theirs.exp()).sum(1).clamp_(min=0).cpu()
 
 
-def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
+def _portable_kl(ours: Tensor, theirs: Tensor) -> Tensor:
+    p = theirs.double()
+    return portable_math.total((p - ours.double()) * portable_math.exponential(p)).clamp_(min=0).float()
+
+
+def _log_probabilities(model: ScoredModel, hidden: Tensor) -> Tensor:
     logits = model.logits(hidden)
     low, high = torch.aminmax(logits)  # NaN or infinite if any logit is; isfinite(logits) would copy
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
@@ -252,19 +277,20 @@ def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
             f"{model.folder.path}: logits are not finite in {model.placement.dtype}",
             code="verify-files-or-fp32",
         )
-    return logits.log_softmax(1)
+    return portable_math.log_softmax(logits) if model.placement.portable else logits.log_softmax(1)
 
 
 def _estimate(values: Tensor) -> Mean:
     # Tokens of one window are not independent, so windows are the unit of the standard error.
-    means = values.double().mean(1)
-    error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else None
-    return Mean(float(means.mean()), error)
+    means = [portable_math.mean(window) for window in values.tolist()]
+    count, middle = len(means), portable_math.mean(means)
+    squares = math.fsum((mean - middle) ** 2 for mean in means)
+    return Mean(middle, math.sqrt(squares / (count - 1) / count) if count > 1 else None)
 
 
 def _perplexity(nll: Tensor) -> Mean:
     mean = _estimate(nll)
-    value = math.exp(mean.value)
+    value = portable_math.exp_of(mean.value)
     return Mean(value, None if mean.error is None else value * mean.error)
 
 
@@ -277,6 +303,6 @@ def _divergence(columns: dict[str, Tensor]) -> Divergence:
         kl_p99=float(ordered[math.ceil(0.99 * len(ordered)) - 1]),
         kl_max=float(ordered[-1]),
         same_top1=_estimate(columns["same"]),
-        rms_dp=float(columns["dp"].double().square().mean().sqrt()),
+        rms_dp=math.sqrt(portable_math.mean(dp * dp for dp in columns["dp"].flatten().tolist())),
         reference_perplexity=_perplexity(columns["reference_nll"]),
     )

@@ -111,13 +111,13 @@ def _portable(loaded: "LoadedModel") -> dict[str, Any]:
 
 
 def _portable_text(portable: dict[str, Any]) -> str:
-    """Return whether the bits are the same on every x86 CPU, with the option and without it, and why not."""
+    """Return whether the bits are the same on every CPU, with the option and without it, and why not."""
     if portable["declined"] is not None:
         return f"not available: {portable['declined']}"
     if not portable["differing"]:
-        return "the same on every x86 CPU with --portable-bits, and on those without AMX also without it"
+        return "the same on every CPU with --portable-bits, and on those without AMX also without it"
     first, count = portable["differing"][0], pluralize(len(portable["differing"]), "product")
-    return f"the same on every x86 CPU with --portable-bits; without it {count} differ, such as {first}"
+    return f"the same on every CPU with --portable-bits; without it {count} differ, such as {first}"
 
 
 def _verdict(kernel: dict[str, Any]) -> str:

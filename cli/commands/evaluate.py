@@ -132,6 +132,7 @@ def evaluate(
     kv_sweep: Sweep = False,
     activations: options.ActivationKind = "auto",
     activations_sweep: ActivationSweep = False,
+    portable_bits: options.PortableBits = False,
     fp8_prompts: options.Fp8Prompts = False,
     adapter: options.AdapterName = None,
 ) -> None:
@@ -142,12 +143,17 @@ def evaluate(
     bits, which is done in bf16 on a CPU only. --adapter applies to MODEL, not to --ref.
 
     The text is tokenized once with the default settings of the tokenizer and cut into windows without overlap; the
-    incomplete last window is dropped. Layers are read one at a time, so models may be larger than memory.
+    incomplete last window is dropped. Layers are read one at a time, so models may be larger than memory; with
+    --portable-bits, which needs --dtype bf16, the whole model is loaded.
     """
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
+    from mycli.quant.resident_model import ResidentModel
 
-    engine = LoadFlags(device=device, dtype=dtype, kv=kv, activations=activations, fp8_prompts=fp8_prompts).resolve()
+    loading = LoadFlags(device=device, dtype=dtype, kv=kv, activations=activations, portable_bits=portable_bits)
+    engine = replace(loading, fp8_prompts=fp8_prompts).resolve()
+    if portable_bits and (kv_sweep or activations_sweep):
+        raise UsageError("--portable-bits measures one precision", "omit --kv-sweep and --activations-sweep")
     if activations_sweep and (kv_sweep or engine.activations != "auto"):
         raise UsageError("--activations-sweep excludes --kv-sweep and --activations", "omit them")
     if kv_sweep and (ref is not None or engine.kv != "auto"):
@@ -172,7 +178,8 @@ def evaluate(
     if activations_sweep:
         _sweep_activations(call, [source.name for source in sources], folders, placements[0], cuts[0])
         return
-    models = [StreamedModel(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
+    kind = ResidentModel if portable_bits else StreamedModel
+    models = [kind(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
     with stages(call.out.progress) as progress:
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)
     if call.out.answered({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)}):

@@ -164,7 +164,11 @@ ActivationKind = Annotated[
     ),
 ]
 PortableBits = Annotated[
-    bool, flag("--portable-bits", "On a CPU: compute the same bits as every other x86 CPU; dense models run slower.")
+    bool,
+    flag(
+        "--portable-bits",
+        "On a CPU: compute the same bits as every CPU with fused multiply-add; dense models run slower.",
+    ),
 ]
 Shadow = Annotated[bool, flag("--shadow", "On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")]
 Fp8Prompts = Annotated[

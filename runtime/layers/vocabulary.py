@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from mycli.runtime.kernels.registry import RMS_NORM
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.utils.portable_math import tangent
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
@@ -38,7 +39,6 @@ def finish_logits(logits: Tensor, config: ModelConfig, portable: bool = False) -
         logits = logits * config.logit_scale
     if config.logit_softcap is not None:
         capped = logits / config.logit_softcap
-        # Vectorized functions differ in the last bit of fp32 from one instruction set to another.
-        capped = torch.tanh(capped.double()).float() if portable else torch.tanh(capped)
+        capped = tangent(capped.double()).float() if portable else torch.tanh(capped)
         logits = capped * config.logit_softcap
     return logits

@@ -91,11 +91,17 @@ def _ascending(logits: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1))
 
 
+def _softmax(logits: Tensor) -> Tensor:
+    # In fp64 on a CPU: functions of torch differ in the last bits of fp32 from one instruction set to another, and a
+    # draw near the limit between two tokens would too.
+    return logits.softmax(dim=-1, dtype=torch.float64 if logits.device.type == "cpu" else None)
+
+
 def keep_top_p(logits: Tensor, share: float) -> Tensor:
     """Set the tail of logits [rows, vocab] whose probability is at most 1 - `share` to -inf; one token always stays."""
     ascending = _ascending(logits)
     # The token that crosses the share stays, with its ties.
-    drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - share
+    drop = _softmax(ascending).cumsum(dim=-1) <= 1 - share
     drop[:, -1] = False
     least = ascending.masked_fill(drop, math.inf).amin(dim=-1, keepdim=True)
     return logits.masked_fill(logits < least, -math.inf)
@@ -103,7 +109,7 @@ def keep_top_p(logits: Tensor, share: float) -> Tensor:
 
 def keep_min_p(logits: Tensor, share: float) -> Tensor:
     """Set tokens less likely than `share` times the most likely one to -inf in logits [rows, vocab]."""
-    probabilities = logits.softmax(dim=-1)
+    probabilities = _softmax(logits)
     floor = share * probabilities.amax(dim=-1, keepdim=True)
     return logits.masked_fill(probabilities < floor, -math.inf)
 
@@ -140,7 +146,7 @@ def distribution(
     """
     logits = process(logits, sampling, seen, counts)
     if not sampling.greedy:
-        return logits.softmax(dim=-1)
+        return _softmax(logits).to(logits.dtype)
     largest, best = logits.max(dim=-1, keepdim=True)
     nothing = largest * 0  # NaN where logits are not finite, as in softmax
     return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant import evaluate as module
-from mycli.quant.evaluate import TokenWindows, cut, evaluate, held_out_text, read_text
+from mycli.quant.evaluate import Evaluation, TokenWindows, cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.resident_model import ResidentModel
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.engines import whole
+from tests.support.grids import chosen
+from tests.support.native_code import instruction_set
+from tests.support.native_parts import need_native_code
 from tests.support.paths import PICO
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
@@ -146,3 +151,35 @@ def test_logits_that_are_not_finite_end_it(tmp_path: Path, fault: str) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="not finite in torch.float32"):
         evaluate(StreamedModel(open_model_folder(folder), FP32), TokenWindows(torch.arange(8).view(1, 8), False, ""))
+
+
+@pytest.mark.parametrize("variant", chosen(["avx2", "avx512", "avx512vnni", "emulated-amx"], ["avx2"]))
+def test_portable_scores_have_the_bits_of_this_machine(
+    variant: str, tokenizer: Tokenizer, noisy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_native_code()
+    portable = replace(FP32, dtype=torch.bfloat16, portable=True)
+    text = cut(held_out_text(), tokenizer, 90, 3 * 90)
+
+    def scores() -> Evaluation:
+        model, reference = (ResidentModel(open_model_folder(path), portable) for path in (noisy, PICO))
+        return evaluate(model, text, reference)
+
+    here = scores()
+    instruction_set(variant, monkeypatch)
+    assert scores() == here
+
+
+def test_portable_scores_are_those_of_the_model(tokenizer: Tokenizer, noisy: Path) -> None:
+    need_native_code()
+    text = cut(held_out_text(), tokenizer, 90, 3 * 90)
+    bf16 = replace(FP32, dtype=torch.bfloat16)
+    folders = [open_model_folder(path) for path in (noisy, PICO)]
+    model, reference = (ResidentModel(folder, replace(bf16, portable=True)) for folder in folders)
+    found = evaluate(model, text, reference)
+    expected = evaluate(StreamedModel(folders[0], bf16), text, StreamedModel(folders[1], bf16))
+    assert found.perplexity.value == pytest.approx(expected.perplexity.value, rel=2e-3)
+    assert found.divergence is not None and expected.divergence is not None
+    assert found.divergence.kl.value == pytest.approx(expected.divergence.kl.value, rel=2e-2)
+    assert found.divergence.rms_dp == pytest.approx(expected.divergence.rms_dp, rel=2e-2)
+    assert found.divergence.kl_max == pytest.approx(expected.divergence.kl_max, rel=0.1)

@@ -45,7 +45,8 @@ def _stand_in(variant: str) -> list[str]:
 
 
 @cache
-def _compiled(variant: str) -> Native:
+def compiled(variant: str) -> Native:
+    """Return the build `variant` of `VARIANTS`; skip if this machine lacks it."""
     return load_library(compile_library(FOLDER, _flags(variant)))
 
 
@@ -56,6 +57,6 @@ def instruction_set(variant: str, monkeypatch: pytest.MonkeyPatch) -> Native:
         pytest.skip(f"no native code here: {found}")
     if variant in ("native", found.isa):  # would test the same build twice
         return found if variant == "native" else pytest.skip("that is this machine's own")
-    compiled = _compiled(variant)
-    monkeypatch.setattr(build, "native", lambda: compiled)
-    return compiled
+    library = compiled(variant)
+    monkeypatch.setattr(build, "native", lambda: library)
+    return library

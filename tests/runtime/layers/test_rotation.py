@@ -93,3 +93,13 @@ def test_frequencies_of_llama3_are_blended_between_two_wavelengths() -> None:
     between = (lengths > 2048) & (lengths < 8192)
     smooth = (8192 / lengths[between] - 1) / 3
     assert between.any() and torch.allclose(1 / share[between], smooth + (1 - smooth) / 8)
+
+
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
+    """Pair 20 turns 32 times or more within 4,096 tokens, pair 46 at most once; between them the share is linear."""
+    spec = RopeSpec(10_000.0, 128, RopeScaling("yarn", factor=4.0, original_context=4096))
+    pair = torch.arange(64, dtype=torch.float64)
+    plain = 10_000.0 ** (-pair / 64)
+    share = ((pair - 20) / 26).clamp(0, 1)
+    expected = plain / 4 * share + plain * (1 - share)
+    torch.testing.assert_close(frequencies(spec, 1, 1, CPU).double(), expected, rtol=1e-5, atol=0)

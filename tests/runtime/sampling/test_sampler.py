@@ -133,6 +133,12 @@ def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
         assert choice(SamplingParams(), **{option: Told()}) is None, option
 
 
+def test_probabilities_do_not_depend_on_the_functions_of_fp32() -> None:
+    """Those differ in the last bits from one instruction set to another, and so would a draw."""
+    logits = random_logits(3) * 4
+    assert torch.equal(distribution(logits, SamplingParams(temperature=1.0)), logits.double().softmax(-1).float())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-9], ids=["zero", "F6-1e-9"])
 def test_greedy_takes_the_first_of_the_likeliest(temperature: float) -> None:
     logits = random_logits(3)

@@ -1,0 +1,25 @@
+"""Test `mycli eval --portable-bits`: what it measures, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests.support.command_line import Mycli
+from tests.support.native_parts import need_native_code
+
+SHORT = ("pico", "--tokens", "512", "--ctx", "128", "--device", "cpu")
+
+
+def test_portable_bits_measure_the_passes_of_replies(mycli: Mycli) -> None:
+    need_native_code()
+    done = mycli("eval", *SHORT, "--dtype", "bf16", "--portable-bits", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and (found["dtype"], found["scored_tokens"]) == ("bfloat16", 4 * 127)
+    plain = json.loads(mycli("eval", *SHORT, "--dtype", "bf16", "--json").stdout)
+    assert found["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-2)
+
+
+@pytest.mark.parametrize("words", [("--kv-sweep",), ("--activations-sweep",), ("--dtype", "fp32")])
+def test_portable_bits_are_refused_where_they_mean_nothing(words: tuple[str, ...], mycli: Mycli) -> None:
+    done = mycli("eval", *SHORT, "--portable-bits", *words)
+    assert done.returncode == 2 and "portable" in done.stderr and "omit" in done.stderr
