@@ -87,7 +87,7 @@ def _main(arguments: list[str]) -> int:
     parser.add_argument("--triton", action="append", default=[])
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("capabilities", nargs="*", type=int)
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)  # options may stand before the capabilities
     good = True
     for piece in pieces(given.triton, given.part or PARTS, given.capabilities or CAPABILITIES):
         passes = run(piece, given.folder.resolve())

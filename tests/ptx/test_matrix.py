@@ -19,6 +19,15 @@ def test_runs_every_part_with_every_triton_for_every_capability(monkeypatch: pyt
     assert command[1:] == ["-m", "tests.ptx.race_runs", "here/compiled", "120"]
 
 
+def test_capabilities_may_follow_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `make` puts them: MATRIX="--part races 90"."""
+    ran: list[str] = []
+    monkeypatch.setattr(matrix, "version", lambda path: "3.6.0" if path.startswith("old:") else "3.7.1")
+    monkeypatch.setattr(matrix, "run", lambda piece, folder: not ran.append(str(piece)))
+    assert matrix._main([str(tmp_path), "--triton", "old", "--part", "races", "90"]) == 0
+    assert ran == ["3.7.1-sm90-races", "3.6.0-sm90-races"]
+
+
 def test_the_suite_has_no_test_outside_of_the_parts() -> None:
     """`kernels` are all tests without a whole pass; the words of the other parts select all with one."""
     source = Path(matrix.__file__).with_name("test_emulated.py").read_text("utf-8")

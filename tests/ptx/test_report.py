@@ -29,7 +29,9 @@ FOREIGN = {packing.name: packing for packing in builds.FOREIGN}
 # Bytes that kernels spill by compute capability and the end of their names; in return ptxas fits one more block on a
 # multiprocessor. On 90 none does.
 _SMALL = dict.fromkeys(("SiLU 1", "rotate 1", "rotate int4 1", "rotate int4 8", "sum 1", "GELU 1"), 8)
-_LARGE = dict.fromkeys(("int4-g64 rows 32", "int4-g128 rows 32", "int2-g128 rows 8", "int8-g16 rows 16"), 8)
+_LARGE = dict.fromkeys(
+    ("int4-channel rows 16", "int4-g64 rows 32", "int4-g128 rows 32", "int2-g128 rows 8", "int8-g16 rows 16"), 8
+)
 SPILLED = {80: {"add 1": 8}, 86: _SMALL, 89: _SMALL, 100: _LARGE | {"rotate int4 1": 8, "SiLU 8": 16, "a norm": 16}}
 FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
 

@@ -105,7 +105,8 @@ def _combine(
         total, out = total * shrink + tl.exp2(sink - base), out * shrink
     # Padding sequences have no keys: 0 instead of 0 / 0. A NaN stays one.
     result = tl.where(inside & (total != 0.0), out / total, 0.0).to(DTYPE).to(tl.float32)
-    store_activation(result.reshape(ROWS * TILES, into.TILE_K), row + token, tile, present, into)
+    PARTS: tl.constexpr = SEGMENTS if SEGMENT > 1 else 1
+    store_activation(result.reshape(ROWS * TILES, into.TILE_K), row + token, tile, present, into, PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens", "table_width"])

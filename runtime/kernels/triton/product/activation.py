@@ -49,32 +49,47 @@ def columns_of(tile, into):
 
 
 @triton.jit
-def scaled_rows(value):
-    """Convert rows fp32 to fp16, scaled by a power of two each; return them and its inverse."""
+def _cut(value, PARTS: tl.constexpr):
+    return value.reshape(value.shape[0], PARTS, value.shape[1] // PARTS)
+
+
+@triton.jit
+def scaled_rows(value, PARTS: tl.constexpr = 1):
+    """Return rows fp32 as fp16, scaled by a power of two each, and its inverse. PARTS: as in `store_activation`."""
+    largest = tl.abs(value)
+    if PARTS > 1:
+        largest = tl.max(_cut(largest, PARTS), axis=2)
     # Scaled to below 2^15, fp16 holds every bf16 or fp16 value above 2^-38 of the row's largest exactly.
-    exponent = tl.maximum(tl.max(tl.abs(value), axis=1).to(tl.int32, bitcast=True) >> 23, 20)
+    exponent = tl.maximum(tl.max(largest, axis=1).to(tl.int32, bitcast=True) >> 23, 20)
     down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(14 - e)
     up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     return (value * down[:, None]).to(tl.float16), up
 
 
 @triton.jit
-def _store_scaled(value, place, row, tile, present, into):
-    scaled, up = scaled_rows(value)
+def _store_scaled(value, place, row, tile, present, into, PARTS: tl.constexpr):
+    scaled, up = scaled_rows(value, PARTS)
     tl.store(into.data + place, scaled, mask=present[:, None])
     pair = into.sums + (tile * into.rows_padded + row) * 2
     tl.store(pair, up, mask=present)
-    tl.store(pair + 1, tl.sum(scaled.to(tl.float32), axis=1) * up, mask=present)
+    terms = scaled.to(tl.float32)
+    if PARTS > 1:
+        terms = tl.sum(_cut(terms, PARTS), axis=2)
+    tl.store(pair + 1, tl.sum(terms, axis=1) * up, mask=present)
 
 
 @triton.jit
-def store_activation(value, row, tile, present, into):
-    """Store value fp32 [tiles, TILE_K], columns as in `columns_of`, where `present` [tiles]."""
+def store_activation(value, row, tile, present, into, PARTS: tl.constexpr = 1):
+    """Store value fp32 [tiles, TILE_K], columns as in `columns_of`, where `present` [tiles].
+
+    PARTS: pieces of a row that were rows before a `reshape`. Each is reduced first: Triton 3.6 takes the lanes of a row
+    for neighbours and would add those of other rows.
+    """
     place = (row * into.tiles + tile)[:, None] * into.TILE_K + tl.arange(0, into.TILE_K)[None, :]
     if into.sums is None:
         tl.store(into.data + place, value.to(into.data.dtype.element_ty), mask=present[:, None])
     else:
-        _store_scaled(value, place, row, tile, present, into)
+        _store_scaled(value, place, row, tile, present, into, PARTS)
 
 
 @triton.jit

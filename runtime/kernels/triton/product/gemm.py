@@ -185,7 +185,15 @@ def multiply_kernel(
     x_places = x_columns[:, None] * k_padded + tl.arange(0, 32)[None, :]
     x_steps = x + x_places
     if TILE_K >= 32:  # 32-bit places and one address: 64-bit addresses of each would spill registers with Triton 3.6
-        x_tile = x_places[None, :, :] + tl.arange(0, TILE_K // 32)[:, None, None] * 32
+        STEPS: tl.constexpr = TILE_K // 32
+        if BLOCK_M <= 8:
+            x_tile = x_places[None, :, :] + tl.arange(0, STEPS)[:, None, None] * 32
+            x_row = columns[None, :, None]
+        else:  # Of a dimension of steps, a thread would load several, and Triton would store those side by side.
+            starts = x_columns[None, :] * k_padded + tl.arange(0, STEPS)[:, None] * 32
+            starts = tl.multiple_of(starts.reshape(STEPS * BLOCK_M), 32)  # lost in `reshape`
+            x_tile = starts[:, None] + tl.arange(0, 32)[None, :]
+            x_row = tl.broadcast_to(columns[None, :], (STEPS, BLOCK_M)).reshape(STEPS * BLOCK_M)[:, None]
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_padded // TILE_K)
@@ -230,7 +238,7 @@ def multiply_kernel(
                     xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
                 else:
                     # By steps of 32 columns: with whole rows, two rows of a quarter warp would have the same banks.
-                    xt = tl.load(x + (x_tile + now * TILE_K), mask=columns[None, :, None] < last, other=0.0)
+                    xt = tl.load(x + (x_tile + now * TILE_K), mask=x_row < last, other=0.0)
                     xt = xt.reshape(TILE_K // 32, BLOCK_M, 4, 2, 2, 2).permute(1, 0, 4, 2, 3, 5)
                     xt = xt.reshape(BLOCK_M, TILE_K)
             elif turn % 2 == 0:
