@@ -3,7 +3,7 @@
 Windows are never padded: every token counts once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -156,7 +156,6 @@ def finish_block(model: StreamedModel, state: ObservedBlock, context: PassContex
         stream[windows] = complete(last_part.steps(x, state.context(context, windows))).to(stream.device)
 
 
-@torch.no_grad()
 def observe(
     model: StreamedModel,
     quantized: ObservedBlock,
@@ -168,32 +167,81 @@ def observe(
 
     Raises ModelError, with the layer and the windows, for activations that are not finite.
     """
-    linear = quantized.block.products[product]
-    device, count = model.placement.device, None
-    weight = None if original is None else linear.weight().float()
-    fitted, held_out = (Moments.zeros(linear.in_features, device, weight) for _ in range(2))
-    for windows in model.batches(quantized.streams[0]):
-        with reduced_precision(device):
-            value = product_input(quantized, product, windows, context, device)
-            x, y = value.x.float(), None
-            if original is not None:
-                y = product_input(original, product, windows, context, device, value.tokens).x.float()
-        try:
-            require_finite(x)
-            if y is not None:
-                require_finite(y)
-        except ModelError as error:
-            where = f"calibration windows {windows.start} to {windows.stop - 1}"
-            raise error.with_message(f"{linear.specs[0].name}: {error.message} in {where}") from None
-        index = torch.arange(windows.start, windows.stop, device=device)
-        if value.tokens is not None:
-            count = (count or 0) + len(value.tokens)
-            index = index[value.tokens // quantized.streams[0].shape[1]]
-        is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        with reduced_precision(device):
-            for moments, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
-                moments.add(x[chosen].flatten(0, -2), None if y is None else y[chosen].flatten(0, -2))
-    del x, y
-    fitted, held_out = fitted.complete(), held_out.complete()
+    return observe_each(model, [Subject(quantized)], original, product, context)[0]
+
+
+class Subject(NamedTuple):
+    """A quantized block to observe; `scale` [K]: the factors of its inputs to those of the original are 1 / scale."""
+
+    block: ObservedBlock
+    scale: Tensor | None = None
+
+
+@torch.no_grad()
+def observe_each(
+    model: StreamedModel,
+    subjects: Sequence[Subject],
+    original: ObservedBlock | None,
+    product: str,
+    context: PassContext,
+) -> list[Observed]:
+    """Observe several copies of a block as `observe` does; the original runs once for all.
+
+    Only one copy of a mixture can be observed at a time: its router decides which tokens of the original count.
+    """
+    sums = [_Sums.of(subject, product, model, original is not None) for subject in subjects]
+    for windows in model.batches(subjects[0].block.streams[0]):
+        y = None
+        for subject, each in zip(subjects, sums, strict=True):
+            with reduced_precision(model.placement.device):
+                value = product_input(subject.block, product, windows, context, model.placement.device)
+                if original is not None and (y is None or value.tokens is not None):
+                    y = product_input(original, product, windows, context, model.placement.device, value.tokens).x
+            name = f"{subject.block.block.products[product].specs[0].name}"
+            try:
+                each.add(value, _divided(y, subject.scale), windows)
+            except ModelError as error:
+                where = f"calibration windows {windows.start} to {windows.stop - 1}"
+                raise error.with_message(f"{name}: {error.message} in {where}") from None
+            del value
+    del y
+    results = [each.result() for each in sums]
     trim_heap(mmap_threshold=4 << 20)  # few and large matrices of other sizes follow
-    return Observed(fitted, held_out, count is not None and count < linear.in_features / INPUTS_PER_TOKEN)
+    return results
+
+
+def _divided(y: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    return y if y is None or scale is None else y / scale
+
+
+class _Sums:
+    """The moments of one copy's inputs, while batches of windows are added."""
+
+    def __init__(self, size: int, weight: Tensor | None, device: torch.device, context: int) -> None:
+        self._fitted, self._held_out = (Moments.zeros(size, device, weight) for _ in range(2))
+        self._size, self._device, self._context = size, device, context
+        self._count: int | None = None  # of the tokens of an expert
+
+    @classmethod
+    def of(cls, subject: Subject, product: str, model: StreamedModel, has_drift: bool) -> "_Sums":
+        linear = subject.block.block.products[product]
+        weight = linear.weight().float() if has_drift else None
+        return cls(linear.in_features, weight, model.placement.device, subject.block.streams[0].shape[1])
+
+    def add(self, value: ProductInput, original: Tensor | None, windows: slice) -> None:
+        x, y = value.x.float(), None if original is None else original.float()
+        require_finite(x)
+        if y is not None:
+            require_finite(y)
+        index = torch.arange(windows.start, windows.stop, device=self._device)
+        if value.tokens is not None:
+            self._count = (self._count or 0) + len(value.tokens)
+            index = index[value.tokens // self._context]
+        is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        with reduced_precision(self._device):
+            for moments, chosen in ((self._fitted, ~is_held_out), (self._held_out, is_held_out)):
+                moments.add(x[chosen].flatten(0, -2), None if y is None else y[chosen].flatten(0, -2))
+
+    def result(self) -> Observed:
+        few = self._count is not None and self._count < self._size / INPUTS_PER_TOKEN
+        return Observed(self._fitted.complete(), self._held_out.complete(), few)
