@@ -15,10 +15,11 @@ from mycli.quant.layer_streaming import SideInputs, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels.cpu.rounded import is_rounding
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.block import Block, Parallel
 from mycli.runtime.layers.feed_forward import Experts
-from mycli.runtime.layers.layer_part import PassContext, Steps, complete
+from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 from mycli.runtime.layers.norm import normed
 
@@ -26,6 +27,7 @@ HELD_OUT_EVERY = 8  # one window in eight decides, the others are fitted to
 # An expert with fewer tokens than a share of its inputs is only rounded: what so few tokens have in common says more
 # about them than about the expert.
 INPUTS_PER_TOKEN = 8
+KEPT_BYTES = 1 << 30  # the most that the kept inputs of a product take
 
 
 class ObservedBlock:
@@ -44,9 +46,35 @@ class ObservedBlock:
         others = [stream if final else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
+        # Inputs of the last product of a part, so that what leads to it runs once: in bf16, as reduced precision rounds them.
+        self._kept: tuple[int, Tensor] | None = None
 
     def context(self, shared: PassContext, windows: slice) -> PassContext:
         return shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
+
+    def keep(self, index: int, windows: slice, x: Tensor) -> None:
+        """Keep the input of the last product of a part, if products round it and there is room."""
+        part = self.block.parts[index]
+        if self.final or not (isinstance(part, LayerPart) and part.sums_last_product):
+            return
+        count, context, _ = self.streams[0].shape
+        if (
+            not x.is_cpu
+            or x.dtype != torch.float32
+            or not is_rounding()
+            or 2 * count * context * x.shape[-1] > KEPT_BYTES
+        ):
+            return
+        if self._kept is None or self._kept[0] != index:
+            self._kept = index, torch.empty(count, context, x.shape[-1], dtype=torch.bfloat16)
+        self._kept[1][windows] = x
+
+    def left(self, index: int, windows: slice, x: Tensor, context: PassContext) -> Tensor:
+        """The residual stream after a part whose products are final, for the one before it."""
+        part = self.block.parts[index]
+        if self._kept is None or self._kept[0] != index or not isinstance(part, LayerPart):
+            return complete(part.steps(x, context))
+        return part.sum(x, part.products[-1](self._kept[1][windows].float()))
 
 
 @contextmanager
@@ -102,7 +130,7 @@ def product_input(
     part = parts[index]
     if linear is part.products[0] and index > 0 and not state.final:
         x = streams[index - 1][windows].to(device)
-        streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
+        streams[index][windows] = state.left(index - 1, windows, x, context).to(streams[index].device)
         state.routes.pop(windows.start, None)
     x = streams[index][windows].to(device)
     mlp = part.other if isinstance(part, Parallel) else part
@@ -121,6 +149,8 @@ def product_input(
         while current is not linear:
             current, value = steps.send(current(value))
         result, remaining = ProductInput(value), steps
+    if linear is part.products[-1] and tokens is None and remaining is not None:
+        state.keep(index, windows, result.x)
     if state.final and linear is part.products[-1]:
         left = complete(part.steps(x, context)) if remaining is None else complete(remaining, linear(result.x))
         streams[index][windows] = left.to(streams[index].device)
@@ -150,10 +180,10 @@ def _expert_input(part: Experts, linear: Linear, x: Tensor, context: PassContext
 @torch.no_grad()
 def finish_block(model: StreamedModel, state: ObservedBlock, context: PassContext) -> None:
     """Advance the stream out of a block whose weights became final after the last part was entered."""
-    stream, last_part = state.streams[0], state.block.parts[-1]
+    stream, last = state.streams[0], len(state.block.parts) - 1
     for windows in model.batches(stream):
         x = state.streams[-1][windows].to(model.placement.device)
-        stream[windows] = complete(last_part.steps(x, state.context(context, windows))).to(stream.device)
+        stream[windows] = state.left(last, windows, x, state.context(context, windows)).to(stream.device)
 
 
 def observe(
@@ -210,6 +240,10 @@ def observe_each(
     return results
 
 
+def _rows(x: Tensor, chosen: Tensor) -> Tensor:
+    return (x if bool(chosen.all()) else x[chosen]).flatten(0, -2)
+
+
 def _divided(y: Tensor | None, scale: Tensor | None) -> Tensor | None:
     return y if y is None or scale is None else y / scale
 
@@ -240,7 +274,8 @@ class _Sums:
         is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         with reduced_precision(self._device):
             for moments, chosen in ((self._fitted, ~is_held_out), (self._held_out, is_held_out)):
-                moments.add(x[chosen].flatten(0, -2), None if y is None else y[chosen].flatten(0, -2))
+                if bool(chosen.any()):
+                    moments.add(_rows(x, chosen), None if y is None else _rows(y, chosen))
 
     def result(self) -> Observed:
         few = self._count is not None and self._count < self._size / INPUTS_PER_TOKEN

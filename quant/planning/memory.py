@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mycli.quant.calibration.hessian import KEPT_BYTES
 from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, windows_at_once
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.rounding.error_compensation import drift_rows
@@ -56,6 +57,7 @@ class QuantizationWork:
     context: int  # of a window of the report
     sensitivity_tokens: int = 0  # for choosing widths
     output_moments: bool = False  # of gradients, for Hessians of the whole model
+    keeps_inputs: bool = False  # of the last product of a part, in bf16
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
@@ -186,10 +188,13 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     tokens = _whole_windows(at_once, work.seq)
     weights = _weights(_largest(config))
     parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has its own stream
-    count = 2 * parts if work.transforms else parts + 1
+    count = parts + 1 + work.transforms  # a transform reads the original's stream before it is advanced
     # The block before is still being written: its codes as they are, and as a file.
     streams = _FLOAT * work.tokens * config.stream_width * count + 2 * weights + 2 * _side_inputs(config, work.tokens)
     blocks = 2 * _FLOAT * weights
+    if work.keeps_inputs:
+        kept = [2 * work.tokens * inputs for _, _, inputs in _products(work)]
+        streams += max((size for size in kept if size <= KEPT_BYTES), default=0)
     # The two streams are embedded one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
     moments = _moment_bytes(work) if work.output_moments else 0

@@ -19,7 +19,9 @@ from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks,
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, ResourceError
+from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
@@ -59,6 +61,33 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
     if not settled:
         finish_block(model, state, context)
         assert torch.equal(state.streams[0], after), "to the bit, or a run that goes on would differ"
+
+
+@torch.no_grad()
+def test_kept_inputs_change_no_bit(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products round their inputs to bf16, the inputs of o and down are kept, and qkv and gate_up run once."""
+    context, ended = model.context(16, exact=True), list[Tensor]()
+    runs: list[list[str]] = []
+    forward = Linear.forward
+
+    def counted(linear: Linear, x: Tensor) -> Tensor:
+        runs[-1].append(linear.specs[0].name.rpartition(".")[2])
+        return forward(linear, x)
+
+    monkeypatch.setattr(Linear, "forward", counted)
+    for kept in (observe.KEPT_BYTES, 0):
+        monkeypatch.setattr(observe, "KEPT_BYTES", kept)
+        block, runs = model.block(1), [*runs, []]
+        state = ObservedBlock(block, model.embed(windows))
+        with observe.reduced_precision(CPU.device):
+            for product in block.products:
+                product_input(state, product, slice(0, 10), context, CPU.device)
+                block.products[product].replace(block.products[product].weight().round(decimals=2))
+            finish_block(model, state, context)
+        ended.append(state.streams[0])
+    assert torch.equal(*ended)
+    assert runs[0] == (["q_proj", "o_proj", "gate_proj", "down_proj"] if rounds() else runs[1])
+    assert runs[1] == ["q_proj", "q_proj", "o_proj", "gate_proj", "gate_proj", "down_proj"]
 
 
 def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
