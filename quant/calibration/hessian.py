@@ -46,7 +46,7 @@ class ObservedBlock:
         others = [stream if final else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
-        # Inputs of the last product of a part, so that what leads to it runs once: in bf16, as reduced precision rounds them.
+        # Inputs of the last product of a part: what leads to it runs once. In bf16, as reduced precision rounds them.
         self._kept: tuple[int, Tensor] | None = None
 
     def context(self, shared: PassContext, windows: slice) -> PassContext:
@@ -241,7 +241,7 @@ def observe_each(
 
 
 def _rows(x: Tensor, chosen: Tensor) -> Tensor:
-    return (x if bool(chosen.all()) else x[chosen]).flatten(0, -2)
+    return (x if bool(chosen.all()) else x[chosen]).flatten(0, -2).contiguous()
 
 
 def _divided(y: Tensor | None, scale: Tensor | None) -> Tensor | None:
