@@ -384,7 +384,7 @@ def _solved(copies: Sequence[_Copy], progress: ReportProgress, note: ReportNote)
         return [copy.solve_without_data(progress) for copy in copies]
     model = StreamedModel(first.work.folder, first.how.placement, first.work.need.at_once, dense=True)
     outputs = [copy.prepare(model, progress) for copy in copies]
-    original = OriginalBlocks(model, first.calibration.windows)
+    original = OriginalBlocks(model, first.calibration.windows, first.work.need.keeps_inputs)
     tasks = [copy.task(original, moments) for copy, moments in zip(copies, outputs, strict=True)]
     layers = solve_copies(tasks, progress, note)
     del original, tasks, outputs

@@ -27,7 +27,6 @@ HELD_OUT_EVERY = 8  # one window in eight decides, the others are fitted to
 # An expert with fewer tokens than a share of its inputs is only rounded: what so few tokens have in common says more
 # about them than about the expert.
 INPUTS_PER_TOKEN = 8
-KEPT_BYTES = 1 << 30  # the most that the kept inputs of a product take
 
 
 class ObservedBlock:
@@ -38,11 +37,17 @@ class ObservedBlock:
     # nothing unchanged is computed again.
 
     def __init__(
-        self, block: Block, stream: Tensor, final: bool = False, side_inputs: SideInputs | None = None
+        self,
+        block: Block,
+        stream: Tensor,
+        final: bool = False,
+        side_inputs: SideInputs | None = None,
+        keeps: bool = False,
     ) -> None:
+        """`keeps`: there is memory for the inputs of the last product of a part, which change no result."""
         self.block = block
         self.final = final
-        self._side_inputs = side_inputs
+        self._side_inputs, self._keeps = side_inputs, keeps
         others = [stream if final else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
@@ -53,20 +58,14 @@ class ObservedBlock:
         return shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
 
     def keep(self, index: int, windows: slice, x: Tensor) -> None:
-        """Keep the input of the last product of a part, if products round it and there is room."""
+        """Keep the input of the last product of a part, if products round it."""
         part = self.block.parts[index]
-        if self.final or not (isinstance(part, LayerPart) and part.sums_last_product):
+        if self.final or not self._keeps or not (isinstance(part, LayerPart) and part.sums_last_product):
             return
-        count, context, _ = self.streams[0].shape
-        if (
-            not x.is_cpu
-            or x.dtype != torch.float32
-            or not is_rounding()
-            or 2 * count * context * x.shape[-1] > KEPT_BYTES
-        ):
+        if not x.is_cpu or x.dtype != torch.float32 or not is_rounding():
             return
         if self._kept is None or self._kept[0] != index:
-            self._kept = index, torch.empty(count, context, x.shape[-1], dtype=torch.bfloat16)
+            self._kept = index, torch.empty(*self.streams[0].shape[:2], x.shape[-1], dtype=torch.bfloat16)
         self._kept[1][windows] = x
 
     def left(self, index: int, windows: slice, x: Tensor, context: PassContext) -> Tensor:

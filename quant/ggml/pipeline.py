@@ -85,9 +85,10 @@ def quantize_gguf(
         layers, embedding = _embedding(work, solver, source, output)
         finished = stack.enter_context(WorkFolder(finished_in, {**run, "source": origin.result()}, restart=restart))
         model = StreamedModel(folder, placement, at_once, dense=True)
-        blocks = BlockSolver(OriginalBlocks(model, calibration.windows), work.packings, solver, embedding)
+        original = OriginalBlocks(model, calibration.windows, work.need.keeps_inputs)
+        blocks = BlockSolver(original, work.packings, solver, embedding)
         layers += quantize_blocks(blocks, output.write_block, finished, progress, note)
-        del model, blocks
+        del model, original, blocks
         # Opened as every reader will open it, while it can still be discarded.
         result = GgufFolder.open_file(file.file.partial)
         result.checked_manifest()

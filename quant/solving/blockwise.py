@@ -50,11 +50,12 @@ Sink = Callable[[Solved], None]  # called with each solved block in order, the h
 class OriginalBlocks:
     """The original's blocks in order, and its residual stream on the host: one for all copies that are solved together.
 
-    windows: calibration tokens int64 [samples, seq].
+    windows: calibration tokens int64 [samples, seq]; keeps: copies may keep inputs in memory (see `ObservedBlock`).
     """
 
-    def __init__(self, model: StreamedModel, windows: Tensor) -> None:
+    def __init__(self, model: StreamedModel, windows: Tensor, keeps: bool = True) -> None:
         self.model = model
+        self.keeps = keeps
         self.windows = windows
         self.stream = model.embed(windows)
         self.side_inputs = model.side_inputs(windows)
@@ -167,7 +168,8 @@ class _CopyOfBlock:
         block = blocks.model.block(index)
         stored = blocks.model.stored_dtype
         self.changed, self._factors = balance(block, stored) if self._solver.balances else ({}, {})
-        self.state = ObservedBlock(block, blocks.stream, side_inputs=blocks.side_inputs)
+        keeps = blocks.original.keeps
+        self.state = ObservedBlock(block, blocks.stream, side_inputs=blocks.side_inputs, keeps=keeps)
         self._scales = dict(self._factors)  # by product: what divides the original's inputs
         self._moments = blocks.moments(index)
         self._outputs = dict(self._moments.products)
