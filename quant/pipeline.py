@@ -7,32 +7,31 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
-from mycli.quant.calibration.output_moments import LayerMoments, output_moments
+from mycli.quant.calibration.output_moments import LayerMoments
 from mycli.quant.calibration.sampler import Calibration
-from mycli.quant.evaluate import STREAM_BYTES
-from mycli.quant.layer_streaming import RememberedModel, StreamedModel
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer, Size, Tuning
 from mycli.quant.output.output_work import OutputWork
 from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
 from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
+from mycli.quant.planning.grouping import sum_of_needs
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
 from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
-from mycli.quant.quality_report import Original, QualityReport, choose_head, measure_result
+from mycli.quant.quality_report import QualityReport, choose_head, measure_result
 from mycli.quant.recipe import Recipe
+from mycli.quant.shared_work import SharedWork
 from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks, solve_copies
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.solving.tensorwise import quantize_tensors
@@ -43,64 +42,9 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
-from mycli.runtime.device.system import memory, trim_heap
+from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.utils.units import human_bytes, pluralize
-
-
-class SharedWork:
-    """The parts that quantizations of one model share; each is computed by the first that needs it."""
-
-    def __init__(self, remembers: bool = False, digests: dict[str, Any] | None = None) -> None:
-        """`remembers`: keep the moments and residual streams of the source that copies are solved and measured with.
-
-        digests: of the source's files, where they are known.
-        """
-        self._model = RememberedModel if remembers else StreamedModel
-        self._remembers = remembers
-        self._calibrations: dict[tuple[object, ...], Calibration] = {}
-        self._moments: dict[tuple[object, ...], list[LayerMoments]] = {}
-        self._digests = digests
-        self._original: Original | None = None
-
-    def calibration(self, work: QuantizationPlan) -> Calibration:
-        key = self._text(work)
-        if key not in self._calibrations:
-            self._calibrations[key] = work.calibration(work.recipe.samples, work.recipe.seed)
-        return self._calibrations[key]
-
-    def moments(self, work: QuantizationPlan, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments]:
-        """The output moments of `model`, the source, on the calibration windows."""
-        key = (*self._text(work), model.at_once)
-        moments = self._moments.get(key)
-        if moments is None:
-            moments = output_moments(model, self.calibration(work).windows, work.recipe.seed, progress)
-            # Copies are measured with them in memory, which their plans do not count.
-            if self._remembers and sum(layer.nbytes for layer in moments) <= STREAM_BYTES:
-                self._moments[key] = moments
-        return moments
-
-    def _text(self, work: QuantizationPlan) -> tuple[object, ...]:
-        return work.text, work.recipe.samples, work.seq, work.recipe.seed
-
-    @contextmanager
-    def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
-        if self._digests is not None:
-            known: Future[dict[str, Any]] = Future()
-            known.set_result(self._digests)
-            yield known
-            return
-        with model_card.digests_in_background(folder.source_files()) as digests:
-            yield digests
-            self._digests = digests.result()
-
-    def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
-        at_once = work.need.at_once
-        if self._original is None or self._original.model.at_once != at_once:
-            self._original = Original(self._model(work.folder, placement, at_once), work.memory_limit, whole=whole)
-        return self._original
-
 
 COLLAPSED_KL = 1.0  # nats: such a model writes something else
 
@@ -197,58 +141,20 @@ def quantize_copies(
     progress: ReportProgress = silent,
     note: ReportNote = ignore,
 ) -> Iterator[Outcome]:
-    """Carry out plans that `solved_together` has put together, in one pass over the original's blocks.
+    """Carry out plans that `planning.grouping` has put together, in one pass over the original's blocks.
 
     Each copy has the bytes that `quantize` gives it, and is yielded when it is finished.
     """
     began = time.monotonic()
     for work, target in copies:
         check_resources(work, target, overwrite=overwrite)
-    with memory_errors(_sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
+    with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
         how = _Options(placement, shared, overwrite, restart)
         made = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]
         solved = _solved(made, progress, note)
         each = (time.monotonic() - began) / len(made)
         for copy, layers in zip(made, solved, strict=True):
             yield copy.finish(layers, progress, time.monotonic() - each)
-
-
-def solved_together(works: Sequence[QuantizationPlan]) -> list[list[int]]:
-    """Return the indices of plans of one model in groups, each for one call of `quantize_copies`.
-
-    A group has the same calibration windows and batches, and fits in memory.
-    """
-    groups: list[list[int]] = []
-    for index, work in enumerate(works):
-        for group in groups:
-            joined = [works[other] for other in group] + [work]
-            if len({_batches(one) for one in joined}) == 1 and _fit(joined):
-                group.append(index)
-                break
-        else:
-            groups.append([index])
-    return groups
-
-
-def _batches(work: QuantizationPlan) -> tuple[object, ...]:
-    # Copies that are equal in this can be observed together. Tokens of a mixture go where each copy's router sends
-    # them; tuning takes longer than all that could be shared.
-    recipe = work.recipe
-    alone = any(isinstance(spec.mlp, ExpertsSpec) for spec in work.config.layer_specs) or recipe.tune
-    if alone or not recipe.needs_data:
-        return (object(),)
-    return work.text, recipe.samples, work.seq, recipe.seed, work.need.at_once
-
-
-def _fit(works: Sequence[QuantizationPlan]) -> bool:
-    limit = works[0].memory_limit
-    need, available = _sum_of_needs(works), memory().available
-    return need.host <= (available if limit is None else min(limit, available)) and not need.device
-
-
-def _sum_of_needs(works: Iterable[QuantizationPlan]) -> Need:
-    needs = [work.need for work in works]
-    return Need(sum(need.host for need in needs), sum(need.device for need in needs), needs[0].at_once)
 
 
 @dataclass(frozen=True)

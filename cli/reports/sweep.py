@@ -23,8 +23,8 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from mycli.quant.pipeline import SharedWork
     from mycli.quant.planning.plan import QuantizationPlan
+    from mycli.quant.shared_work import SharedWork
     from mycli.runtime.device.placement import Placement
 
 KEYS = ("bits", "method", "group", "scales")
@@ -88,11 +88,13 @@ def run_sweep(
 ) -> None:
     """Make the copies that do not exist, and print all. A copy that an earlier sweep finished is kept."""
     from mycli.quant import pipeline
+    from mycli.quant.planning.grouping import solved_together
     from mycli.quant.planning.pace import expected_seconds
     from mycli.quant.planning.plan import check_resources
+    from mycli.quant.shared_work import SharedWork
 
     # Every check before the first copy: hours of work must not end in a refusal.
-    shared = pipeline.SharedWork(remembers=True)
+    shared = SharedWork(remembers=True)
     works, finished = [], []
     for copy in copies:
         work = plan(copy.recipe)
@@ -112,7 +114,7 @@ def run_sweep(
         state = "finished earlier" if done else "to be quantized"
         call.out.note(f"{number} of {len(copies)}: {copy.folder.name}: {state}")
     unfinished = [index for index, done in enumerate(finished) if not done]
-    for group in pipeline.solved_together([works[index] for index in unfinished]):
+    for group in solved_together([works[index] for index in unfinished]):
         chosen = [copies[unfinished[place]] for place in group]
         call.out.note(f"quantizing {', '.join(copy.folder.name for copy in chosen)}")
         plans = [(works[unfinished[place]], copies[unfinished[place]].folder) for place in group]

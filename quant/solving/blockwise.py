@@ -266,6 +266,7 @@ def solve_block(solvers: Sequence[BlockSolver], index: int) -> list[Solved]:
         observed = observe_each(original.model, subjects, entered, product, original.exact)
         for copy in copies:
             copy.solve(product, observed.pop(0))
+    del block, entered, subjects  # before a copy is tuned
     return [copy.finish() for copy in copies]
 
 

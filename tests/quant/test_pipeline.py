@@ -15,8 +15,9 @@ from torch import Tensor
 
 from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
-from mycli.quant.pipeline import quantize, solved_together
+from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan as planning
+from mycli.quant.planning.grouping import solved_together
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
 from mycli.quant.recipe import Recipe

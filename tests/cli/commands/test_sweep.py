@@ -9,7 +9,7 @@ import pytest
 
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.reports.sweep import sweep_recipes
-from mycli.quant import pipeline
+from mycli.quant import pipeline, shared_work
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
@@ -79,13 +79,13 @@ def test_copies_are_made_once_compared_and_equal_to_single_ones(
 def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured moments are the source's, so the second copy has the bytes of a single one."""
     measured: list[int] = []
-    output_moments = pipeline.output_moments
+    output_moments = shared_work.output_moments
 
     def counted(model: StreamedModel, *rest: Any) -> object:
         measured.append(model.at_once)
         return output_moments(model, *rest)
 
-    monkeypatch.setattr(pipeline, "output_moments", counted)
+    monkeypatch.setattr(shared_work, "output_moments", counted)
     tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
     source = str(random_model(tmp_path / "source", **tiny))
     model = ("quantize", source, *SMALL[2:], "--hessian", "model")
