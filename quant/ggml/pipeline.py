@@ -85,10 +85,10 @@ def quantize_gguf(
         layers, embedding = _embedding(work, solver, source, output)
         finished = stack.enter_context(WorkFolder(finished_in, {**run, "source": origin.result()}, restart=restart))
         model = StreamedModel(folder, placement, at_once, dense=True)
-        original = OriginalBlocks(model, calibration.windows, work.need.keeps_inputs)
-        blocks = BlockSolver(original, work.packings, solver, embedding)
+        entering = OriginalBlocks(model, calibration.windows, work.need.keeps_inputs)
+        blocks = BlockSolver(entering, work.packings, solver, embedding)
         layers += quantize_blocks(blocks, output.write_block, finished, progress, note)
-        del model, original, blocks
+        del model, entering, blocks
         # Opened as every reader will open it, while it can still be discarded.
         result = GgufFolder.open_file(file.file.partial)
         result.checked_manifest()
