@@ -150,11 +150,11 @@ def quantize_copies(
         check_resources(work, target, overwrite=overwrite)
     with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
         how = _Options(placement, shared, overwrite, restart)
-        made = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]
-        solved = _solved(made, progress, note)
-        each = (time.monotonic() - began) / len(made)
-        for copy, layers in zip(made, solved, strict=True):
-            yield copy.finish(layers, progress, time.monotonic() - each)
+        opened = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]
+        solved = _solved(opened, progress, note)
+        seconds = (time.monotonic() - began) / len(opened)
+        for copy, layers in zip(opened, solved, strict=True):
+            yield copy.finish(layers, progress, time.monotonic() - seconds)
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,8 @@ class _Copy:
         writer.finish()
         if self.finished is not None:
             self.finished.clear()
-        own = result_notes(layers, self._tuning, measured)
-        notes = (*source_notes(work, self.calibration, "copied unquantized"), *own)
+        notes_of_source = source_notes(work, self.calibration, "copied unquantized")
+        notes = (*notes_of_source, *result_notes(layers, self._tuning, measured))
         return Outcome(self._target, work.size, layers, measured, notes, time.monotonic() - began)
 
 

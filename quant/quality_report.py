@@ -119,7 +119,7 @@ def measure_result(
     models = [*([model] if head is None else []), *rounded.values()]
     evaluations = evaluate_each(models, text, reference, progress) if models else []
     evaluation = evaluations.pop(0) if head is None else head.evaluation
-    kl = [found.divergence.kl.value for found in evaluations if found.divergence is not None]
+    kl = [measured.divergence.kl.value for measured in evaluations if measured.divergence is not None]
     activations = ActivationKl(*kl) if kl else None
     del models, rounded
     calls = _measure_calls(original, model, progress)

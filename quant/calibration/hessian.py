@@ -221,20 +221,20 @@ def observe_each(
     sums = [_Sums.of(subject, product, model, original is not None) for subject in subjects]
     for windows in model.batches(subjects[0].block.streams[0]):
         y = None
-        for subject, each in zip(subjects, sums, strict=True):
+        for subject, total in zip(subjects, sums, strict=True):
             with reduced_precision(model.placement.device):
                 value = product_input(subject.block, product, windows, context, model.placement.device)
                 if original is not None and (y is None or value.tokens is not None):
                     y = product_input(original, product, windows, context, model.placement.device, value.tokens).x
             name = f"{subject.block.block.products[product].specs[0].name}"
             try:
-                each.add(value, _divided(y, subject.scale), windows)
+                total.add(value, _divided(y, subject.scale), windows)
             except ModelError as error:
                 where = f"calibration windows {windows.start} to {windows.stop - 1}"
                 raise error.with_message(f"{name}: {error.message} in {where}") from None
             del value
     del y
-    results = [each.result() for each in sums]
+    results = [total.result() for total in sums]
     trim_heap(mmap_threshold=4 << 20)  # few and large matrices of other sizes follow
     return results
 

@@ -17,7 +17,7 @@ def solved_together(works: Sequence[QuantizationPlan]) -> list[list[int]]:
     for index, work in enumerate(works):
         for group in groups:
             joined = [works[other] for other in group] + [work]
-            if len({_batches(one) for one in joined}) == 1 and _fit(joined):
+            if len({_batches(plan) for plan in joined}) == 1 and _fit(joined):
                 group.append(index)
                 break
         else:

@@ -185,11 +185,11 @@ class _CopyOfBlock:
             return
         linear, factor = block.products[product], self._factors.get(product)
         grid = self._solver.grid(self._blocks.packings[linear.specs[0].name])
-        own = hessian if factor is None else hessian / torch.outer(factor, factor)
+        scaled = hessian if factor is None else hessian / torch.outer(factor, factor)
         # The error of plain rounding as if columns were not scaled: scales are a part of the method.
         for spec, part in zip(linear.specs, _parts(linear), strict=True):
-            self._rounding[spec.name] = self._rounding_error(part, self._blocks.packings[spec.name], own, factor)
-        scale = transform.choose_scale(linear.weight(), grid, own, source)
+            self._rounding[spec.name] = self._rounding_error(part, self._blocks.packings[spec.name], scaled, factor)
+        scale = transform.choose_scale(linear.weight(), grid, scaled, source)
         if scale is None:
             return
         changed, used = transform.fold(block, product, scale, self._blocks.model.stored_dtype)
@@ -338,8 +338,8 @@ def solve_copies(
                 progress("quantizing blocks", 0, count - resumed)
             new = solve_block([tasks[place].blocks for place in missing], index) if missing else []
             known.update(zip(missing, new, strict=True))
-            for one in written:
-                one.result()
+            for write in written:
+                write.result()
             written = [background.submit(tasks[place].store, index, known[place], place in missing) for place in active]
             for place in active:
                 layers[place] += known[place].layers
@@ -349,9 +349,9 @@ def solve_copies(
                 progress("resuming blocks", index + 1, count)
         if resumed == count:
             note("resumed: all blocks were finished by an earlier run")
-        for one in written:
-            one.result()
-    return [tuple(each) for each in layers]
+        for write in written:
+            write.result()
+    return [tuple(solved) for solved in layers]
 
 
 def _loaded(task: CopyTask, index: int, note: ReportNote) -> Solved | None:
