@@ -51,17 +51,14 @@ COLLAPSED_KL = 1.0  # nats: such a model writes something else
 
 @dataclass(frozen=True)
 class Outcome:
-    """A quantized model: `layers` in order of execution, `notes` for the user.
-
-    seconds: the time to make it, with an equal part of the time of copies that were solved together.
-    """
+    """A quantized model: `layers` in order of execution, `notes` for the user."""
 
     folder: Path
     size: Size
     layers: tuple[Layer, ...]
     report: QualityReport
     notes: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # to make it, with an equal part of the time of copies that were solved together
 
     @property
     def fallbacks(self) -> int:
@@ -141,10 +138,8 @@ def quantize_copies(
     progress: ReportProgress = silent,
     note: ReportNote = ignore,
 ) -> Iterator[Outcome]:
-    """Carry out plans that `planning.grouping` has put together, in one pass over the original's blocks.
-
-    Each copy has the bytes that `quantize` gives it, and is yielded when it is finished.
-    """
+    """Carry out plans that `planning.grouping` has put together, in one pass over the original's blocks."""
+    # Each copy has the bytes that `quantize` gives it, and is yielded when it is finished.
     began = time.monotonic()
     for work, target in copies:
         check_resources(work, target, overwrite=overwrite)
@@ -158,9 +153,7 @@ def quantize_copies(
 
 
 @dataclass(frozen=True)
-class _Options:
-    """How copies are made; see `quantize`."""
-
+class _Options:  # see `quantize`
     placement: Placement
     shared: SharedWork
     overwrite: bool

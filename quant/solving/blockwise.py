@@ -64,10 +64,7 @@ class OriginalBlocks:
         self.exact = replace(self._context, attention=PromptAttention())
 
     def hessians(self, block: Block) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield for each product of a block the second moments of its inputs, and whether they are of too few tokens.
-
-        The stream stays before the block.
-        """
+        """Yield for each product of a block the second moments of its inputs, and whether of too few tokens."""
         state = ObservedBlock(block, self.stream.clone(), final=True, side_inputs=self.side_inputs)
         for product in block.products:
             fitted, held_out, too_few = observe(self.model, state, None, product, self.exact)
@@ -87,7 +84,6 @@ class OriginalBlocks:
 def run(
     model: StreamedModel, block: Block, stream: Tensor, context: PassContext, side_inputs: SideInputs | None
 ) -> None:
-    """Run a stream through a block as calibration does."""
     with reduced_precision(model.placement.device):
         model.advance(block, stream, context, side_inputs)
 
@@ -129,7 +125,6 @@ class BlockSolver:
         return LayerMoments() if self._outputs is None else self._outputs[index]
 
     def resume(self, index: int, solved: Solved) -> None:
-        """Advance past a block that an earlier run solved, as the original is to be advanced."""
         if index < self.model.config.layers:
             self.advance(index, solved)
 
@@ -161,7 +156,7 @@ class BlockSolver:
 
 
 class _CopyOfBlock:
-    """One block of a copy, while it is solved product by product."""
+    # One block of a copy, while it is solved product by product.
 
     def __init__(self, blocks: BlockSolver, index: int) -> None:
         self._blocks, self._index, self._solver = blocks, index, blocks.solver
@@ -231,7 +226,6 @@ class _CopyOfBlock:
         self._solved.shifts.update(solved.shifts)
 
     def finish(self) -> Solved:
-        """The solved block, which the copy's stream has left."""
         blocks, model = self._blocks, self._blocks.model
         solved = Solved(self._solved.linears, self.changed, tuple(self._solved.layers))
         if not self._solver.tunes:
@@ -303,7 +297,6 @@ def quantize_blocks(
     progress: ReportProgress = silent,
     note: ReportNote = ignore,
 ) -> tuple[Layer, ...]:
-    """Solve all blocks of one copy, as `solve_copies` does."""
     return solve_copies([CopyTask(blocks, sink, work)], progress, note)[0]
 
 
