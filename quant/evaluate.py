@@ -153,9 +153,11 @@ def evaluate_each(
             streams = [streams[0]] * len(models) + streams[1:]
         trim_heap(mmap_threshold=4 << 20)  # scores lie between slices of logits, so malloc could never return those
         for index, tokens in enumerate(part):
-            hidden = [stream[index] for stream in streams]  # the last one is the reference's
-            for rows, scored in zip(scores, _score(models, hidden, tokens, reference), strict=True):
-                rows.append(scored)
+            for model, stream, rows in zip(models, streams, scores, strict=False):  # the last stream is the reference's
+                compared = [(model, stream)] if reference is None else [(model, stream), (reference, streams[-1])]
+                rows.append(
+                    _score([scored for scored, _ in compared], [hidden[index] for _, hidden in compared], tokens)
+                )
             progress("windows", len(scores[0]), windows)
         trim_heap()
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
@@ -176,25 +178,18 @@ def _evaluation(model: StreamedModel, text: TokenWindows, scores: Sequence[dict[
     )
 
 
-def activation_models(folder: ModelFolder, placement: Placement) -> dict[Activations, StreamedModel]:
-    """A packed model in bf16 with activations of 16 and of 8 bits; empty if no CPU kernel multiplies it."""
-    kinds: tuple[Activations, ...] = "16", "8"
-    models = {kind: StreamedModel(folder, replace(placement, dtype=torch.bfloat16, activations=kind)) for kind in kinds}
-    if models["16"].activations is None:
-        return {}
-    if "lm_head" not in folder.packings:
-        models["8"].share_head(models["16"])
-    return models
-
-
 def measure_activations(
     folder: ModelFolder, placement: Placement, text: TokenWindows, reference: StreamedModel, progress: ReportProgress
 ) -> dict[Activations, Evaluation]:
-    """Score the `activation_models` of a folder."""
-    models = activation_models(folder, placement)
-    if not models:
+    """Score a packed model in bf16 with activations of 16 and of 8 bits; empty if no CPU kernel multiplies it."""
+    kinds: tuple[Activations, ...] = "16", "8"
+    placements = [replace(placement, dtype=torch.bfloat16, activations=kind) for kind in kinds]
+    models = [StreamedModel(folder, precision) for precision in placements]
+    if models[0].activations is None:
         return {}
-    return dict(zip(models, evaluate_each([*models.values()], text, reference, progress), strict=True))
+    if "lm_head" not in folder.packings:
+        models[1].share_head(models[0])
+    return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))
 
 
 def measure_heads(
@@ -209,32 +204,23 @@ def measure_heads(
 
 
 @torch.no_grad()
-def _score(
-    models: Sequence[StreamedModel], hidden: Sequence[Tensor], tokens: Tensor, reference: StreamedModel | None
-) -> list[dict[str, Tensor]]:
-    # `hidden` [tokens, width] of each model, and then of the reference, whose logits are computed once for all.
+def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
     rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
-    parts: list[list[dict[str, Tensor]]] = [[] for _ in models]
+    parts: list[dict[str, Tensor]] = []
     for start in range(0, len(tokens) - 1, rows):
         end = min(start + rows, len(tokens) - 1)
         targets = tokens[start + 1 : end + 1].unsqueeze(1)
-        theirs = None if reference is None else _log_probabilities(reference, hidden[-1][start:end])
-        for model, stream, scored in zip(models, hidden, parts, strict=False):
-            scored.append(_compared(_log_probabilities(model, stream[start:end]), theirs, targets))
-    return [{name: torch.cat([part[name] for part in scored]) for name in scored[0]} for scored in parts]
-
-
-def _compared(ours: Tensor, theirs: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
-    # The scores of log-probabilities [rows, vocabulary]; overwrites `ours`.
-    chosen = [log.gather(1, targets.to(log.device)).squeeze(1).cpu() for log in (ours, theirs) if log is not None]
-    scores = {"nll": -chosen[0]}
-    if theirs is not None:
-        theirs = theirs.to(ours.device)
-        scores["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
-        scores["dp"] = chosen[0].exp() - chosen[1].exp()
-        scores["reference_nll"] = -chosen[1]
-        scores["kl"] = _kl(ours, theirs)
-    return scores
+        logs = [_log_probabilities(model, stream[start:end]) for model, stream in zip(models, streams, strict=True)]
+        chosen = [log.gather(1, targets.to(log.device)).squeeze(1).cpu() for log in logs]
+        part = {"nll": -chosen[0]}
+        if len(logs) == 2:
+            ours, theirs = logs[0], logs[1].to(logs[0].device)
+            part["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
+            part["dp"] = chosen[0].exp() - chosen[1].exp()
+            part["reference_nll"] = -chosen[1]
+            part["kl"] = _kl(ours, theirs)
+        parts.append(part)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 @torch.no_grad()

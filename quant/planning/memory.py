@@ -73,7 +73,7 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     if work.sensitivity_tokens:
         stages.append(_sensitivity(work, at_once))
     if work.measured:
-        stages.append(_measuring(work, gpu, at_once))
+        stages.append(_measuring(work, at_once))
     if gpu:
         host = max(host for host, _ in stages) + _SMALL
         return Need(host, max(device for _, device in stages) + LIBRARIES, at_once)
@@ -299,14 +299,12 @@ def _largest_tensor(work: QuantizationWork) -> int:
     return 5 * largest + _SMALL
 
 
-def _measuring(work: QuantizationWork, gpu: bool, at_once: int) -> tuple[int, int]:
+def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     config = work.config
     # An unquantized head is in memory twice: shared by both models, and in bf16 where activations are measured.
     heads = 4 if "lm_head" in work.packings else 3
     head = _FLOAT * config.vocab_size * config.hidden_size * heads // 2
-    # Of both models; on a CPU also of the copy in bf16 with two kinds of activations.
-    count = 2 if gpu else 3
-    streams = min(_FLOAT * work.measured * config.stream_width * count, STREAM_BYTES)
+    streams = min(_FLOAT * work.measured * config.stream_width * 2, STREAM_BYTES)
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = _whole_windows(at_once, work.context)
