@@ -196,10 +196,10 @@ def observe(
 
     Raises ModelError, with the layer and the windows, for activations that are not finite.
     """
-    return observe_each(model, [Subject(quantized)], original, product, context)[0]
+    return observe_each(model, [CopyInput(quantized)], original, product, context)[0]
 
 
-class Subject(NamedTuple):
+class CopyInput(NamedTuple):
     """A quantized block to observe; `scale` [K]: the factors of its inputs to those of the original are 1 / scale."""
 
     block: ObservedBlock
@@ -209,7 +209,7 @@ class Subject(NamedTuple):
 @torch.no_grad()
 def observe_each(
     model: StreamedModel,
-    subjects: Sequence[Subject],
+    subjects: Sequence[CopyInput],
     original: ObservedBlock | None,
     product: str,
     context: PassContext,
@@ -256,7 +256,7 @@ class _Sums:
         self._count: int | None = None  # of the tokens of an expert
 
     @classmethod
-    def of(cls, subject: Subject, product: str, model: StreamedModel, has_drift: bool) -> "_Sums":
+    def of(cls, subject: CopyInput, product: str, model: StreamedModel, has_drift: bool) -> "_Sums":
         linear = subject.block.block.products[product]
         weight = linear.weight().float() if has_drift else None
         return cls(linear.in_features, weight, model.placement.device, subject.block.streams[0].shape[1])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mycli.quant.calibration.hessian import (
     HELD_OUT_EVERY,
+    CopyInput,
     Observed,
     ObservedBlock,
-    Subject,
     finish_block,
     observe,
     observe_each,
@@ -198,8 +198,8 @@ class _CopyOfBlock:
             weight, hessian = weight / factor, hessian * torch.outer(factor, factor)
         return rounding_error(weight, self._solver.grid(packing), hessian)
 
-    def subject(self, product: str) -> Subject:
-        return Subject(self.state, self._scales.get(product))
+    def subject(self, product: str) -> CopyInput:
+        return CopyInput(self.state, self._scales.get(product))
 
     def solve(self, product: str, observed: Observed) -> None:
         linear, factor = self.state.block.products[product], self._factors.get(product)
@@ -243,7 +243,7 @@ class _CopyOfBlock:
         return solved
 
 
-def solve_block(solvers: Sequence[BlockSolver], index: int) -> list[Solved]:
+def solve_copies_of_block(solvers: Sequence[BlockSolver], index: int) -> list[Solved]:
     """Quantize the next block of copies of one original, or after the last one the head."""
     original = solvers[0].original
     if index == original.model.config.layers:
@@ -329,7 +329,7 @@ def solve_copies(
                 if resumed:
                     note(f"resumed: {resumed} of {count} blocks were finished by an earlier run")
                 progress("quantizing blocks", 0, count - resumed)
-            new = solve_block([tasks[place].blocks for place in missing], index) if missing else []
+            new = solve_copies_of_block([tasks[place].blocks for place in missing], index) if missing else []
             known.update(zip(missing, new, strict=True))
             for write in written:
                 write.result()
