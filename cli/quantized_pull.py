@@ -61,6 +61,7 @@ def pull_quantized(call: Call, model: str, flags: RecipeFlags, settings: Quantiz
 def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: QuantizedPull, target: Path) -> None:
     from mycli.quant import pipeline
     from mycli.quant.planning.plan import plan_quantization
+    from mycli.quant.shared_work import SharedWork
 
     folder, recipe = remote.folder, flags.resolve()
     placement = EngineConfig(device=settings.device, dtype="float32").place(folder.config)
@@ -89,7 +90,7 @@ def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: Qua
                 restart=settings.restart,
                 progress=progress,
                 note=call.out.note,
-                shared=pipeline.SharedWork(digests=remote.digests()),
+                shared=SharedWork(digests=remote.digests()),
                 in_place=True,
             )
     except KeyboardInterrupt:

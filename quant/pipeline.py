@@ -5,34 +5,34 @@ The result is opened again, measured and described in `mycli.json`, and appears 
 
 import json
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
-from mycli.quant.calibration.output_moments import LayerMoments, output_moments
+from mycli.quant.calibration.output_moments import LayerMoments
 from mycli.quant.calibration.sampler import Calibration
-from mycli.quant.evaluate import STREAM_BYTES
-from mycli.quant.layer_streaming import RememberedModel, StreamedModel
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer, Size, Tuning
 from mycli.quant.output.output_work import OutputWork
 from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
 from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
+from mycli.quant.planning.grouping import sum_of_needs
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
 from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
-from mycli.quant.quality_report import Original, QualityReport, choose_head, measure_result
+from mycli.quant.quality_report import QualityReport, choose_head, measure_result
 from mycli.quant.recipe import Recipe
-from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.shared_work import SharedWork
+from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks, solve_copies
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.solving.tensorwise import quantize_tensors
 from mycli.quant.source_weights import SourceWeights
@@ -46,63 +46,6 @@ from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.utils.units import human_bytes, pluralize
 
-
-class SharedWork:
-    """The parts that quantizations of one model share; each is computed by the first that needs it."""
-
-    # Not the Hessians: every copy is calibrated on its own quantized inputs, so that its bytes are those of a single
-    # run. On two cores they are most of the time.
-
-    def __init__(self, remembers: bool = False, digests: dict[str, Any] | None = None) -> None:
-        """`remembers`: keep the moments and residual streams of the source that copies are solved and measured with.
-
-        digests: of the source's files, where they are known.
-        """
-        self._model = RememberedModel if remembers else StreamedModel
-        self._remembers = remembers
-        self._calibrations: dict[tuple[object, ...], Calibration] = {}
-        self._moments: dict[tuple[object, ...], list[LayerMoments]] = {}
-        self._digests = digests
-        self._original: Original | None = None
-
-    def calibration(self, work: QuantizationPlan) -> Calibration:
-        key = self._text(work)
-        if key not in self._calibrations:
-            self._calibrations[key] = work.calibration(work.recipe.samples, work.recipe.seed)
-        return self._calibrations[key]
-
-    def moments(self, work: QuantizationPlan, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments]:
-        """The output moments of `model`, the source, on the calibration windows."""
-        key = (*self._text(work), model.at_once)
-        moments = self._moments.get(key)
-        if moments is None:
-            moments = output_moments(model, self.calibration(work).windows, work.recipe.seed, progress)
-            # Copies are measured with them in memory, which their plans do not count.
-            if self._remembers and sum(layer.nbytes for layer in moments) <= STREAM_BYTES:
-                self._moments[key] = moments
-        return moments
-
-    def _text(self, work: QuantizationPlan) -> tuple[object, ...]:
-        return work.text, work.recipe.samples, work.seq, work.recipe.seed
-
-    @contextmanager
-    def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
-        if self._digests is not None:
-            known: Future[dict[str, Any]] = Future()
-            known.set_result(self._digests)
-            yield known
-            return
-        with model_card.digests_in_background(folder.source_files()) as digests:
-            yield digests
-            self._digests = digests.result()
-
-    def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
-        at_once = work.need.at_once
-        if self._original is None or self._original.model.at_once != at_once:
-            self._original = Original(self._model(work.folder, placement, at_once), work.memory_limit, whole=whole)
-        return self._original
-
-
 COLLAPSED_KL = 1.0  # nats: such a model writes something else
 
 
@@ -115,6 +58,7 @@ class Outcome:
     layers: tuple[Layer, ...]
     report: QualityReport
     notes: tuple[str, ...] = ()
+    seconds: float = 0.0  # to make it, with an equal part of the time of copies that were solved together
 
     @property
     def fallbacks(self) -> int:
@@ -174,72 +118,136 @@ def quantize(
     recipes that tune. balances: outlying columns may be rescaled. Raises what reading, solving and measuring raise, and
     UsageError or ResourceError from `check_resources`.
     """
+    began = time.monotonic()
     check_resources(work, target, overwrite=overwrite)
-    recipe, folder, shared = work.recipe, work.folder, shared or SharedWork()
     with memory_errors(work.need), ExitStack() as stack:
-        calibration = shared.calibration(work) if recipe.needs_data else None
-        if recipe.tune and calibration is not None and len(calibration.windows) < HELD_OUT_EVERY:
+        shared = shared or SharedWork()
+        how = _Options(placement, shared, overwrite, restart, balances)
+        copy = _Copy(stack, work, target, how, work_folder or default_work_folder(target), in_place)
+        (layers,) = _solved([copy], progress, note)
+        return copy.finish(layers, progress, began)
+
+
+def quantize_copies(
+    copies: Sequence[tuple[QuantizationPlan, Path]],
+    placement: Placement,
+    shared: SharedWork,
+    *,
+    overwrite: bool = False,
+    restart: bool = False,
+    progress: ReportProgress = silent,
+    note: ReportNote = ignore,
+) -> Iterator[Outcome]:
+    """Carry out plans that `planning.grouping` has put together, in one pass over the original's blocks."""
+    # Each copy has the bytes that `quantize` gives it, and is yielded when it is finished.
+    began = time.monotonic()
+    for work, target in copies:
+        check_resources(work, target, overwrite=overwrite)
+    with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
+        how = _Options(placement, shared, overwrite, restart)
+        opened = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]
+        solved = _solved(opened, progress, note)
+        seconds = (time.monotonic() - began) / len(opened)
+        for copy, layers in zip(opened, solved, strict=True):
+            yield copy.finish(layers, progress, time.monotonic() - seconds)
+
+
+@dataclass(frozen=True)
+class _Options:  # see `quantize`
+    placement: Placement
+    shared: SharedWork
+    overwrite: bool
+    restart: bool
+    balances: bool = True
+
+
+class _Copy:
+    """A copy from its first written tensor to its card; `stack` closes its files."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        work: QuantizationPlan,
+        target: Path,
+        how: _Options,
+        finished_in: Path,
+        in_place: bool = False,
+    ) -> None:
+        recipe, folder = work.recipe, work.folder
+        self.work, self.how, self._target, self._in_place = work, how, target, in_place
+        self.calibration = how.shared.calibration(work) if recipe.needs_data else None
+        if recipe.tune and self.calibration is not None and len(self.calibration.windows) < HELD_OUT_EVERY:
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
-            raise UsageError(f"{message}; there are {len(calibration.windows)}", code="more-samples")
-        finished_in = work_folder or default_work_folder(target)
+            raise UsageError(f"{message}; there are {len(self.calibration.windows)}", code="more-samples")
         run = (
             {}
-            if calibration is None
-            else model_card.identify(asdict(recipe), calibration, placement, work.need.at_once)
+            if self.calibration is None
+            else model_card.identify(asdict(recipe), self.calibration, how.placement, work.need.at_once)
         )
-        if not restart:
+        if not how.restart:
             require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
-        origin = stack.enter_context(shared.digests(folder))
-        finished: WorkFolder | None = None
-        journal: OutputWork | None = None
+        self._origin = stack.enter_context(how.shared.digests(folder))
+        self.finished: WorkFolder | None = None
+        self.journal: OutputWork | None = None
         if in_place:
-            run = {**(run or model_card.identify_dataless(asdict(recipe))), "source": origin.result()}
-            finished = journal = stack.enter_context(OutputWork(finished_in, run, restart=restart))
-        writer = stack.enter_context(
+            run = {**(run or model_card.identify_dataless(asdict(recipe))), "source": self._origin.result()}
+            self.finished = self.journal = stack.enter_context(OutputWork(finished_in, run, restart=how.restart))
+        self._writer = stack.enter_context(
             CheckpointWriter(
                 target,
                 work.tensors,
-                overwrite=overwrite,
+                overwrite=how.overwrite,
                 stored_name=folder.config.stored_name,
-                resumable=None if journal is None else journal.output,
+                resumable=None if self.journal is None else self.journal.output,
             )
         )
-        output = TensorWriter(writer, work.packings, folder.config.dtype)
-        if journal is not None:
-            journal.attach(writer, output, folder.config)
-        solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances)
-        source, names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
-        tuning = None
-        if calibration is None:
-            layers = quantize_tensors(source, names, solver, output, placement.device, progress, journal)
-        else:
-            if finished is None:
-                run["source"] = origin.result()
-                finished = stack.enter_context(WorkFolder(finished_in, run, restart=restart))
-            for name in names:
-                if not output.is_quantized(name):
-                    (journal or output).copy(source, name)
-            model = StreamedModel(folder, placement, work.need.at_once, dense=True)
-            outputs = None if recipe.hessian == "layer" else shared.moments(work, model, progress)
-            blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
-            layers = quantize_blocks(
-                BlockSolver(model, work.packings, solver, calibration.windows, outputs=outputs),
-                blocks.append if recipe.tune else output.write_block if journal is None else _is_written,
-                finished,
-                progress,
-                note,
-            )
-            if recipe.tune:
-                tuning = _tune(model, blocks, output, calibration.windows, recipe.seed, progress)
-            del model
+        self.output = TensorWriter(self._writer, work.packings, folder.config.dtype)
+        if self.journal is not None:
+            self.journal.attach(self._writer, self.output, folder.config)
+        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), how.balances)
+        self._source, self.names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
+        self._tuning: Tuning | None = None
+        self._blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
+        if self.calibration is not None and self.finished is None:
+            run["source"] = self._origin.result()
+            self.finished = stack.enter_context(WorkFolder(finished_in, run, restart=how.restart))
+
+    def solve_without_data(self, progress: ReportProgress) -> tuple[Layer, ...]:
+        device = self.how.placement.device
+        return quantize_tensors(self._source, self.names, self.solver, self.output, device, progress, self.journal)
+
+    def prepare(self, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments] | None:
+        """Write what is not quantized; return the output moments of the original if the recipe needs them."""
+        for name in self.names:
+            if not self.output.is_quantized(name):
+                (self.journal or self.output).copy(self._source, name)
+        return None if self.work.recipe.hessian == "layer" else self.how.shared.moments(self.work, model, progress)
+
+    def task(self, original: OriginalBlocks, outputs: list[LayerMoments] | None) -> CopyTask:
+        sink = self.output.write_block if self.journal is None else _is_written
+        blocks = BlockSolver(original, self.work.packings, self.solver, outputs=outputs)
+        return CopyTask(blocks, self._blocks.append if self.work.recipe.tune else sink, self.finished)
+
+    def tune(self, model: StreamedModel, windows: Tensor, progress: ReportProgress) -> None:
+        """Tune the scales and gains of all blocks, write them and drop them: they are the codes of a whole model."""
+        dtype = torch_dtype(model.config.dtype)
+        tuned = tune_scales(model, self._blocks, self.output.packings, dtype, windows, self.work.recipe.seed, progress)
+        self._blocks.clear()
+        for block in tuned.blocks:
+            self.output.write_block(block)
+        self._tuning = tuned.kl
+
+    def finish(self, layers: tuple[Layer, ...], progress: ReportProgress, began: float) -> Outcome:
+        """Measure the copy, write its card and let it appear."""
+        work, folder, writer, shared = self.work, self.work.folder, self._writer, self.how.shared
         if folder.mtp_head is not None:
             write_mtp_head(folder.mtp_head, writer)
         for name, data in folder.companions().items():
             writer.add_file(name, data)
-        result = _opened(folder, output, writer)
+        result = _opened(folder, self.output, writer)
         measured = QualityReport()
         if work.report != "none":
-            original = shared.original(work, placement, whole=not in_place)
+            original = shared.original(work, self.how.placement, whole=not self._in_place)
             head = choose_head(original, result, work.report, progress) if work.chooses_head else None
             if head is not None and not head.kl.packed:
                 work = work.with_dense_head()
@@ -248,24 +256,41 @@ def quantize(
             measured = measure_result(original, result, work.report, progress, head=head)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
-            recipe={**asdict(recipe), "group": "channel" if recipe.group is None else recipe.group},
-            calibration=calibration,
+            recipe={**asdict(work.recipe), "group": "channel" if work.recipe.group is None else work.recipe.group},
+            calibration=self.calibration,
             source=work.source,
             stored=work.stored,
             adapter=folder.adapter,
             size=work.size,
             layers=layers,
-            tuning=tuning,
+            tuning=self._tuning,
             card=measured.record,
-            source_files=origin.result(),
+            source_files=self._origin.result(),
             files=files,
         )
         writer.add_file(model_card.CARD_FILE, record)
         writer.finish()
-        if finished is not None:
-            finished.clear()
-    notes = (*source_notes(work, calibration, "copied unquantized"), *result_notes(layers, tuning, measured))
-    return Outcome(target, work.size, layers, measured, notes)
+        if self.finished is not None:
+            self.finished.clear()
+        notes_of_source = source_notes(work, self.calibration, "copied unquantized")
+        notes = (*notes_of_source, *result_notes(layers, self._tuning, measured))
+        return Outcome(self._target, work.size, layers, measured, notes, time.monotonic() - began)
+
+
+def _solved(copies: Sequence[_Copy], progress: ReportProgress, note: ReportNote) -> list[tuple[Layer, ...]]:
+    first = copies[0]
+    if first.calibration is None:
+        return [copy.solve_without_data(progress) for copy in copies]
+    model = StreamedModel(first.work.folder, first.how.placement, first.work.need.at_once, dense=True)
+    outputs = [copy.prepare(model, progress) for copy in copies]
+    original = OriginalBlocks(model, first.calibration.windows, first.work.need.keeps_inputs)
+    tasks = [copy.task(original, moments) for copy, moments in zip(copies, outputs, strict=True)]
+    layers = solve_copies(tasks, progress, note)
+    del original, tasks, outputs
+    for copy in copies:
+        if copy.work.recipe.tune:
+            copy.tune(model, first.calibration.windows, progress)
+    return layers
 
 
 def _opened(folder: ModelFolder, output: TensorWriter, writer: CheckpointWriter) -> ModelFolder:
@@ -287,22 +312,6 @@ def _with_dense_head(work: QuantizationPlan, writer: CheckpointWriter) -> ModelF
 
 def _is_written(solved: Solved) -> None:
     """Do nothing with a block that its work folder has written to the output."""
-
-
-def _tune(
-    model: StreamedModel,
-    blocks: list[Solved],
-    output: TensorWriter,
-    windows: Tensor,
-    seed: int,
-    progress: ReportProgress,
-) -> Tuning:
-    """Tune the scales and gains of all `blocks`, write them and empty the list: it holds the codes of a whole model."""
-    tuned = tune_scales(model, blocks, output.packings, torch_dtype(model.config.dtype), windows, seed, progress)
-    blocks.clear()
-    for block in tuned.blocks:
-        output.write_block(block)
-    return tuned.kl
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """`mycli quantize --sweep`: several copies of one model, compared in a table and a plot."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +23,8 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from mycli.quant.pipeline import SharedWork
     from mycli.quant.planning.plan import QuantizationPlan
+    from mycli.quant.shared_work import SharedWork
     from mycli.runtime.device.placement import Placement
 
 KEYS = ("bits", "method", "group", "scales")
@@ -89,11 +88,13 @@ def run_sweep(
 ) -> None:
     """Make the copies that do not exist, and print all. A copy that an earlier sweep finished is kept."""
     from mycli.quant import pipeline
+    from mycli.quant.planning.grouping import solved_together
     from mycli.quant.planning.pace import expected_seconds
     from mycli.quant.planning.plan import check_resources
+    from mycli.quant.shared_work import SharedWork
 
     # Every check before the first copy: hours of work must not end in a refusal.
-    shared = pipeline.SharedWork(remembers=True)
+    shared = SharedWork(remembers=True)
     works, finished = [], []
     for copy in copies:
         work = plan(copy.recipe)
@@ -109,26 +110,28 @@ def run_sweep(
         ]
         call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
         return
-    for number, (copy, work, done) in enumerate(zip(copies, works, finished, strict=True), start=1):
-        state = "finished earlier" if done else "quantizing"
+    for number, (copy, done) in enumerate(zip(copies, finished, strict=True), start=1):
+        state = "finished earlier" if done else "to be quantized"
         call.out.note(f"{number} of {len(copies)}: {copy.folder.name}: {state}")
-        if done:
-            continue
-        began = time.monotonic()
+    unfinished = [index for index, done in enumerate(finished) if not done]
+    for group in solved_together([works[index] for index in unfinished]):
+        chosen = [copies[unfinished[place]] for place in group]
+        call.out.note(f"quantizing {', '.join(copy.folder.name for copy in chosen)}")
+        plans = [(works[unfinished[place]], copies[unfinished[place]].folder) for place in group]
         with stages(partial(call.out.progress, line_seconds=STEP_SECONDS)) as progress:
-            outcome = pipeline.quantize(
-                work,
-                copy.folder,
+            outcomes = pipeline.quantize_copies(
+                plans,
                 placement,
+                shared,
                 overwrite=options.overwrite,
                 restart=options.restart,
                 progress=progress,
                 note=call.out.note,
-                shared=shared,
             )
-        for note in outcome.notes:
-            call.out.note(f"{copy.folder.name}: {note}")
-        _remember_seconds(copy.folder, time.monotonic() - began)
+            for outcome in outcomes:
+                for note in outcome.notes:
+                    call.out.note(f"{outcome.folder.name}: {note}")
+                _remember_seconds(outcome.folder, outcome.seconds)
     rows = [_row(copy) for copy in copies]
     call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
     if options.plot is not None:

@@ -3,7 +3,7 @@
 Windows are never padded: every token counts once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +15,11 @@ from mycli.quant.layer_streaming import SideInputs, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError
+from mycli.runtime.kernels.cpu.rounded import is_rounding
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.block import Block, Parallel
 from mycli.runtime.layers.feed_forward import Experts
-from mycli.runtime.layers.layer_part import PassContext, Steps, complete
+from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 from mycli.runtime.layers.norm import normed
 
@@ -36,17 +37,43 @@ class ObservedBlock:
     # nothing unchanged is computed again.
 
     def __init__(
-        self, block: Block, stream: Tensor, final: bool = False, side_inputs: SideInputs | None = None
+        self,
+        block: Block,
+        stream: Tensor,
+        final: bool = False,
+        side_inputs: SideInputs | None = None,
+        keeps: bool = False,
     ) -> None:
+        """`keeps`: there is memory for the inputs of the last product of a part, which change no result."""
         self.block = block
         self.final = final
-        self._side_inputs = side_inputs
+        self._side_inputs, self._keeps = side_inputs, keeps
         others = [stream if final else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
+        # Inputs of the last product of a part: what leads to it runs once. In bf16, as reduced precision rounds them.
+        self._kept: tuple[int, Tensor] | None = None
 
     def context(self, shared: PassContext, windows: slice) -> PassContext:
         return shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
+
+    def keep(self, index: int, windows: slice, x: Tensor) -> None:
+        """Keep the input of the last product of a part, if products round it."""
+        part = self.block.parts[index]
+        if self.final or not self._keeps or not (isinstance(part, LayerPart) and part.sums_last_product):
+            return
+        if not x.is_cpu or x.dtype != torch.float32 or not is_rounding():
+            return
+        if self._kept is None or self._kept[0] != index:
+            self._kept = index, torch.empty(*self.streams[0].shape[:2], x.shape[-1], dtype=torch.bfloat16)
+        self._kept[1][windows] = x
+
+    def left(self, index: int, windows: slice, x: Tensor, context: PassContext) -> Tensor:
+        """The residual stream after a part whose products are final, for the one before it."""
+        part = self.block.parts[index]
+        if self._kept is None or self._kept[0] != index or not isinstance(part, LayerPart):
+            return complete(part.steps(x, context))
+        return part.sum(x, part.products[-1](self._kept[1][windows].float()))
 
 
 @contextmanager
@@ -102,7 +129,7 @@ def product_input(
     part = parts[index]
     if linear is part.products[0] and index > 0 and not state.final:
         x = streams[index - 1][windows].to(device)
-        streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
+        streams[index][windows] = state.left(index - 1, windows, x, context).to(streams[index].device)
         state.routes.pop(windows.start, None)
     x = streams[index][windows].to(device)
     mlp = part.other if isinstance(part, Parallel) else part
@@ -121,6 +148,8 @@ def product_input(
         while current is not linear:
             current, value = steps.send(current(value))
         result, remaining = ProductInput(value), steps
+    if linear is part.products[-1] and tokens is None and remaining is not None:
+        state.keep(index, windows, result.x)
     if state.final and linear is part.products[-1]:
         left = complete(part.steps(x, context)) if remaining is None else complete(remaining, linear(result.x))
         streams[index][windows] = left.to(streams[index].device)
@@ -150,13 +179,12 @@ def _expert_input(part: Experts, linear: Linear, x: Tensor, context: PassContext
 @torch.no_grad()
 def finish_block(model: StreamedModel, state: ObservedBlock, context: PassContext) -> None:
     """Advance the stream out of a block whose weights became final after the last part was entered."""
-    stream, last_part = state.streams[0], state.block.parts[-1]
+    stream, last = state.streams[0], len(state.block.parts) - 1
     for windows in model.batches(stream):
         x = state.streams[-1][windows].to(model.placement.device)
-        stream[windows] = complete(last_part.steps(x, state.context(context, windows))).to(stream.device)
+        stream[windows] = state.left(last, windows, x, state.context(context, windows)).to(stream.device)
 
 
-@torch.no_grad()
 def observe(
     model: StreamedModel,
     quantized: ObservedBlock,
@@ -168,32 +196,86 @@ def observe(
 
     Raises ModelError, with the layer and the windows, for activations that are not finite.
     """
-    linear = quantized.block.products[product]
-    device, count = model.placement.device, None
-    weight = None if original is None else linear.weight().float()
-    fitted, held_out = (Moments.zeros(linear.in_features, device, weight) for _ in range(2))
-    for windows in model.batches(quantized.streams[0]):
-        with reduced_precision(device):
-            value = product_input(quantized, product, windows, context, device)
-            x, y = value.x.float(), None
-            if original is not None:
-                y = product_input(original, product, windows, context, device, value.tokens).x.float()
-        try:
-            require_finite(x)
-            if y is not None:
-                require_finite(y)
-        except ModelError as error:
-            where = f"calibration windows {windows.start} to {windows.stop - 1}"
-            raise error.with_message(f"{linear.specs[0].name}: {error.message} in {where}") from None
-        index = torch.arange(windows.start, windows.stop, device=device)
-        if value.tokens is not None:
-            count = (count or 0) + len(value.tokens)
-            index = index[value.tokens // quantized.streams[0].shape[1]]
-        is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        with reduced_precision(device):
-            for moments, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
-                moments.add(x[chosen].flatten(0, -2), None if y is None else y[chosen].flatten(0, -2))
-    del x, y
-    fitted, held_out = fitted.complete(), held_out.complete()
+    return observe_each(model, [CopyInput(quantized)], original, product, context)[0]
+
+
+class CopyInput(NamedTuple):
+    """A quantized block to observe; `scale` [K]: the factors of its inputs to those of the original are 1 / scale."""
+
+    block: ObservedBlock
+    scale: Tensor | None = None
+
+
+@torch.no_grad()
+def observe_each(
+    model: StreamedModel,
+    subjects: Sequence[CopyInput],
+    original: ObservedBlock | None,
+    product: str,
+    context: PassContext,
+) -> list[Observed]:
+    """Observe several copies of a block as `observe` does; the original runs once for all.
+
+    Only one copy of a mixture can be observed at a time: its router decides which tokens of the original count.
+    """
+    sums = [_Sums.of(subject, product, model, original is not None) for subject in subjects]
+    for windows in model.batches(subjects[0].block.streams[0]):
+        y = None
+        for subject, total in zip(subjects, sums, strict=True):
+            with reduced_precision(model.placement.device):
+                value = product_input(subject.block, product, windows, context, model.placement.device)
+                if original is not None and (y is None or value.tokens is not None):
+                    y = product_input(original, product, windows, context, model.placement.device, value.tokens).x
+            name = f"{subject.block.block.products[product].specs[0].name}"
+            try:
+                total.add(value, _divided(y, subject.scale), windows)
+            except ModelError as error:
+                where = f"calibration windows {windows.start} to {windows.stop - 1}"
+                raise error.with_message(f"{name}: {error.message} in {where}") from None
+            del value
+    del y
+    results = [total.result() for total in sums]
     trim_heap(mmap_threshold=4 << 20)  # few and large matrices of other sizes follow
-    return Observed(fitted, held_out, count is not None and count < linear.in_features / INPUTS_PER_TOKEN)
+    return results
+
+
+def _rows(x: Tensor, chosen: Tensor) -> Tensor:
+    return (x if bool(chosen.all()) else x[chosen]).flatten(0, -2).contiguous()
+
+
+def _divided(y: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    return y if y is None or scale is None else y / scale
+
+
+class _Sums:
+    """The moments of one copy's inputs, while batches of windows are added."""
+
+    def __init__(self, size: int, weight: Tensor | None, device: torch.device, context: int) -> None:
+        self._fitted, self._held_out = (Moments.zeros(size, device, weight) for _ in range(2))
+        self._size, self._device, self._context = size, device, context
+        self._count: int | None = None  # of the tokens of an expert
+
+    @classmethod
+    def of(cls, subject: CopyInput, product: str, model: StreamedModel, has_drift: bool) -> "_Sums":
+        linear = subject.block.block.products[product]
+        weight = linear.weight().float() if has_drift else None
+        return cls(linear.in_features, weight, model.placement.device, subject.block.streams[0].shape[1])
+
+    def add(self, value: ProductInput, original: Tensor | None, windows: slice) -> None:
+        x, y = value.x.float(), None if original is None else original.float()
+        require_finite(x)
+        if y is not None:
+            require_finite(y)
+        index = torch.arange(windows.start, windows.stop, device=self._device)
+        if value.tokens is not None:
+            self._count = (self._count or 0) + len(value.tokens)
+            index = index[value.tokens // self._context]
+        is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        with reduced_precision(self._device):
+            for moments, chosen in ((self._fitted, ~is_held_out), (self._held_out, is_held_out)):
+                if bool(chosen.any()):
+                    moments.add(_rows(x, chosen), None if y is None else _rows(y, chosen))
+
+    def result(self) -> Observed:
+        few = self._count is not None and self._count < self._size / INPUTS_PER_TOKEN
+        return Observed(self._fitted.complete(), self._held_out.complete(), few)

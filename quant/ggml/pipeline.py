@@ -20,7 +20,7 @@ from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes, source_notes
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import Original, QualityReport, measure_result
-from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, quantize_blocks
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
@@ -85,9 +85,10 @@ def quantize_gguf(
         layers, embedding = _embedding(work, solver, source, output)
         finished = stack.enter_context(WorkFolder(finished_in, {**run, "source": origin.result()}, restart=restart))
         model = StreamedModel(folder, placement, at_once, dense=True)
-        blocks = BlockSolver(model, work.packings, solver, calibration.windows, embedding)
+        entering = OriginalBlocks(model, calibration.windows, work.need.keeps_inputs)
+        blocks = BlockSolver(entering, work.packings, solver, embedding)
         layers += quantize_blocks(blocks, output.write_block, finished, progress, note)
-        del model, blocks
+        del model, entering, blocks
         # Opened as every reader will open it, while it can still be discarded.
         result = GgufFolder.open_file(file.file.partial)
         result.checked_manifest()

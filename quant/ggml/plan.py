@@ -23,6 +23,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import dtype_info
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.utils.files import require_space
@@ -87,6 +88,7 @@ def plan_gguf(
         tunes=False,
         measured=measured_tokens(report),
         context=min(REPORT_CONTEXT, config.max_context),
+        keeps_inputs=not gpu and rounds(),
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
     return GgufPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, layout)

@@ -5,7 +5,7 @@ The peak is that of the largest stage; each stage adds up what is alive in it, b
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, windows_at_once
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
@@ -35,11 +35,15 @@ _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of main memory and of GPU memory (0 without one). `at_once`: tokens per pass through a layer."""
+    """Bytes of main memory and of GPU memory (0 without one). `at_once`: tokens per pass through a layer.
+
+    keeps_inputs: of products, so that what leads to them runs once; the results are the same.
+    """
 
     host: int
     device: int
     at_once: int
+    keeps_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class QuantizationWork:
     context: int  # of a window of the report
     sensitivity_tokens: int = 0  # for choosing widths
     output_moments: bool = False  # of gradients, for Hessians of the whole model
+    keeps_inputs: bool = False  # of the last product of a part, in bf16, if there is room
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
@@ -72,15 +77,18 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     if gpu:
         host = max(host for host, _ in stages) + _SMALL
         return Need(host, max(device for _, device in stages) + LIBRARIES, at_once)
-    return Need(max(host + device for host, device in stages) + LIBRARIES, 0, at_once)
+    return Need(max(host + device for host, device in stages) + LIBRARIES, 0, at_once, work.keeps_inputs)
 
 
 def choose(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
-    """Halve `at_once` until the memory stays within the limits in bytes.
+    """Keep no inputs, then halve `at_once`, until the memory stays within the limits in bytes.
 
     Raises ResourceError, with the smallest limit that is enough.
     """
     result = need(work, gpu, at_once)
+    if result.keeps_inputs and result.host > (memory().available if max_ram is None else max_ram):
+        work = replace(work, keeps_inputs=False)
+        result = need(work, gpu, at_once)
     while not _within(result, max_ram, max_vram):
         if result.at_once <= max(work.seq, work.context if work.measured else 1):
             break
@@ -186,10 +194,12 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     tokens = _whole_windows(at_once, work.seq)
     weights = _weights(_largest(config))
     parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has its own stream
-    count = 2 * parts if work.transforms else parts + 1
+    count = parts + 1 + work.transforms  # a transform reads the original's stream before it is advanced
     # The block before is still being written: its codes as they are, and as a file.
     streams = _FLOAT * work.tokens * config.stream_width * count + 2 * weights + 2 * _side_inputs(config, work.tokens)
     blocks = 2 * _FLOAT * weights
+    if work.keeps_inputs:
+        streams += 2 * work.tokens * max(inputs for _, _, inputs in _products(work))
     # The two streams are embedded one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
     moments = _moment_bytes(work) if work.output_moments else 0

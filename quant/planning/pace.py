@@ -28,9 +28,10 @@ _WIDEST = 1024  # inputs of the matrix that is solved
 _HASHED = 16 << 20  # bytes
 _TUNING = 10  # times as long as without tuning, measured on models of 5 to 500 million weights
 # Passes of a token through a block until both models have left it: the quantized one enters a part of it again for
-# each product that is observed there.
+# each product that is observed there, unless inputs are kept.
 _PASSES = 2.7
-_TRANSFORM_PASSES = 2.3  # more, where a transform observes every product first and the original is read twice
+_KEEPING_PASSES = 2.0
+_TRANSFORM_PASSES = 1.0  # more, where a transform observes every product of the original first
 _GRADIENT_PASSES = 5  # of a token through a block: both models forward, the copy also backward
 _OUTPUT_PASSES = 4  # of a token for output moments: forward twice, backward, and the sums
 _ROWS_IN_TURN = 2.5  # times as long as all rows in one call: an estimate
@@ -63,7 +64,8 @@ def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
     passing = 0.0
     if measured or calibrated:
         model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
-        passes = _PASSES if recipe.transform is None else _PASSES + _TRANSFORM_PASSES
+        passes = _KEEPING_PASSES if work.need.keeps_inputs else _PASSES
+        passes += 0 if recipe.transform is None else _TRANSFORM_PASSES
         gradients = min(GRADIENT_WINDOWS, recipe.samples) * work.seq if has_moments else 0
         passing = _passing(model, work.seq) * (passes * calibrated + _OUTPUT_PASSES * gradients + 2 * measured)
     # The result is hashed at the end; the source is hashed in the background.

@@ -26,6 +26,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.multimodal import MTP_PART
@@ -129,6 +130,7 @@ def plan_quantization(
         measured=measured_tokens(report),
         context=min(REPORT_CONTEXT, config.max_context),
         output_moments=recipe.hessian == "model",
+        keeps_inputs=not gpu and rounds(),
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)

@@ -46,13 +46,12 @@ class Moments:
         if add_rounded_outer(self.hessian, inputs, inputs, self.strip) is not None:
             for start, end in self._strips():
                 self.hessian[start:end, :end].addmm_(inputs[:, start:end].T, inputs[:, :end])
-        if originals is None:
+        if originals is None or torch.equal(originals, inputs):  # both streams enter the first block
             return
         change = originals - inputs
-        if bool(change.any()):  # both streams enter the first block
-            change = change if self.weight is None else DENSE_PRODUCT(change, self.weight)
-            if add_rounded_outer(self.drift, change, inputs, len(self.drift)) is not None:
-                self.drift.addmm_(change.T, inputs)
+        change = change if self.weight is None else DENSE_PRODUCT(change, self.weight)
+        if add_rounded_outer(self.drift, change, inputs, len(self.drift)) is not None:
+            self.drift.addmm_(change.T, inputs)
 
     def complete(self) -> "Moments":
         """Fill the upper triangle of the Hessian from the lower one."""

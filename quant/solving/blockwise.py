@@ -5,23 +5,26 @@ before it were quantized, and aims at the original's outputs. Then, if the recip
 whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import (
     HELD_OUT_EVERY,
+    CopyInput,
+    Observed,
     ObservedBlock,
     finish_block,
     observe,
+    observe_each,
     reduced_precision,
     require_finite,
 )
 from mycli.quant.calibration.output_moments import LayerMoments
-from mycli.quant.layer_streaming import StreamedModel, restore
+from mycli.quant.layer_streaming import SideInputs, StreamedModel, restore
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
@@ -30,13 +33,13 @@ from mycli.quant.rounding.grid import Quantized
 from mycli.quant.rounding.rows import rescaled
 from mycli.quant.solving.column_balance import balance
 from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct, rounding_error
-from mycli.quant.transforms import TransformModule
 from mycli.quant.tuning.block import tune_block
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.models.part_spec import LinearSpec, OutputRows
 from mycli.runtime.quantization.scheme import Packing
@@ -44,40 +47,72 @@ from mycli.runtime.quantization.scheme import Packing
 Sink = Callable[[Solved], None]  # called with each solved block in order, the head last
 
 
-class BlockSolver:
-    """Solves the blocks of one model in order, then its head if that is quantized."""
+class OriginalBlocks:
+    """The original's blocks in order, and its residual stream on the host: one for all copies that are solved together.
 
-    # Two copies of a block are on the device at a time, the original and the one being quantized. The residual streams
-    # of both models lie on the host and are advanced by every call.
+    windows: calibration tokens int64 [samples, seq]; keeps: copies may keep inputs in memory (see `ObservedBlock`).
+    """
+
+    def __init__(self, model: StreamedModel, windows: Tensor, keeps: bool = True) -> None:
+        self.model = model
+        self.keeps = keeps
+        self.windows = windows
+        self.stream = model.embed(windows)
+        self.side_inputs = model.side_inputs(windows)
+        self._context = model.context(windows.shape[1])
+        # Solvers see keys and values unrounded: a cache in another dtype may serve the model later.
+        self.exact = replace(self._context, attention=PromptAttention())
+
+    def hessians(self, block: Block) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield for each product of a block the second moments of its inputs, and whether of too few tokens."""
+        state = ObservedBlock(block, self.stream.clone(), final=True, side_inputs=self.side_inputs)
+        for product in block.products:
+            fitted, held_out, too_few = observe(self.model, state, None, product, self.exact)
+            yield product, fitted.hessian + held_out.hessian, too_few
+
+    def entered(self, block: Block) -> ObservedBlock:
+        """The block with the stream, which has left it after its last product is observed."""
+        return ObservedBlock(block, self.stream, final=True, side_inputs=self.side_inputs)
+
+    def advance(self, index: int) -> None:
+        run(self.model, self.model.block(index), self.stream, self._context, self.side_inputs)
+
+    def advance_copy(self, block: Block, stream: Tensor, side_inputs: SideInputs | None) -> None:
+        run(self.model, block, stream, self._context, side_inputs)
+
+
+def run(
+    model: StreamedModel, block: Block, stream: Tensor, context: PassContext, side_inputs: SideInputs | None
+) -> None:
+    with reduced_precision(model.placement.device):
+        model.advance(block, stream, context, side_inputs)
+
+
+class BlockSolver:
+    """Solves the blocks of one copy in order, then its head if that is quantized."""
+
+    # The copy's own residual stream lies on the host, and is advanced by every call.
 
     def __init__(
         self,
-        model: StreamedModel,
+        original: OriginalBlocks,
         packings: Mapping[str, Packing],
         solver: LinearSolver,
-        windows: Tensor,
         embedding: Tensor | None = None,
         outputs: Sequence[LayerMoments] | None = None,
     ) -> None:
-        """`windows`: calibration tokens int64 [samples, seq]; `embedding`: the table of the quantized model.
-
-        outputs: `output_moments` of the model.
-        """
-        self.model = model
+        """`embedding`: the table of the quantized model; `outputs`: `output_moments` of the original."""
+        self.original = original
+        self.model = original.model
         self.packings = packings
-        self._solver = solver
+        self.solver = solver
         self._outputs = outputs
-        self._original_stream = model.embed(windows)
-        self._stream = self._original_stream.clone() if embedding is None else model.embed(windows, embedding)
-        self._side_inputs = model.side_inputs(windows)
-        self._original_side_inputs = None if self._side_inputs is None else self._side_inputs.twin()
-        self._context = model.context(windows.shape[1])
-        # Solvers see keys and values unrounded: a cache in another dtype may serve the model later.
-        self._exact = replace(self._context, attention=PromptAttention())
+        self.stream = original.stream.clone() if embedding is None else self.model.embed(original.windows, embedding)
+        self.side_inputs = None if original.side_inputs is None else original.side_inputs.twin()
 
     @property
     def count(self) -> int:
-        """The number of calls that finish the model: one per block, one for a quantized head."""
+        """The number of steps that finish the model: one per block, one for a quantized head."""
         return self.model.config.layers + (self._head.name in self.packings)
 
     @property
@@ -86,85 +121,76 @@ class BlockSolver:
         head = self.model.config.head()
         return replace(head, name=EMBEDDING) if self.model.config.tie_embeddings else head
 
-    def solve(self, index: int) -> Solved:
-        """Quantize the next block, or after the last one the head."""
-        model, transform = self.model, self._solver.transform
-        if index == model.config.layers:
-            return self._solve_head()
-        blocks = model.block(index), model.block(index)
-        changed, factors = self._balance(blocks)
-        quantized = ObservedBlock(blocks[0], self._stream, side_inputs=self._side_inputs)
-        original = ObservedBlock(
-            blocks[1],
-            self._original_stream,
-            final=transform is None,  # a transform folds its scales into the original too
-            side_inputs=self._original_side_inputs,
-        )
-        rounding: dict[str, float] = {}
-        moments = LayerMoments() if self._outputs is None else self._outputs[index]
-        outputs = dict(moments.products)
-        _rescale_outputs(outputs, blocks[0], factors)
-        if transform is not None:
-            folded, rounding, scales = self._fold(transform, quantized, original, factors)
-            changed |= folded
-            _rescale_outputs(outputs, blocks[0], scales)
-        solved, shifts = self._solve_products(quantized, original, changed, rounding, factors, outputs)
-        if transform is not None:
-            # Read again without the folded scales: the bits must be those of a run that resumes after this block.
-            self._advance_original(index)
-        if self._solver.tunes:
-            del quantized, original
-            solved = self._tune(index, solved, shifts, moments.stream)
-            self._advance_quantized(index, solved)
-        else:
-            with reduced_precision(model.placement.device):
-                finish_block(model, quantized, self._exact)
-        return solved
+    def moments(self, index: int) -> LayerMoments:
+        return LayerMoments() if self._outputs is None else self._outputs[index]
 
     def resume(self, index: int, solved: Solved) -> None:
-        """Advance past a block that an earlier run solved."""
         if index < self.model.config.layers:
-            self._advance_original(index)
-            self._advance_quantized(index, solved)
+            self.advance(index, solved)
 
-    def _balance(self, blocks: tuple[Block, Block]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        # Of both, by powers of two: the original's outputs stay the same bit for bit.
-        if not self._solver.balances:
-            return {}, {}
-        changed, factors = balance(blocks[0], self.model.stored_dtype)
-        if factors:
-            balance(blocks[1], self.model.stored_dtype)
-        return changed, factors
+    @torch.no_grad()
+    def solve_head(self) -> Solved:
+        model, head = self.model, self._head
+        fitted, held_out = (Moments.zeros(head.in_features, model.placement.device) for _ in range(2))
+        for index, (ours, originals) in enumerate(zip(self.stream, self.original.stream, strict=True)):
+            x, y = model.normed(ours).float(), model.normed(originals).float()
+            require_finite(x)
+            with reduced_precision(model.placement.device):
+                (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else fitted).add(x, y)
+        packing, weights = self.packings[head.name], model.weights([head])
+        solved = self.solver.solve(weights, packing, fitted.complete(), held_out.complete())
+        return Solved(solved.linears, {}, tuple(solved.layers))
 
-    def _fold(
-        self,
-        transform: TransformModule,
-        quantized: ObservedBlock,
-        original: ObservedBlock,
-        factors: Mapping[str, Tensor],
-    ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
-        # Returns the changed tensors, the error of plain rounding by linear as if its columns were not scaled (rounding
-        # scaled weights would be a comparison with a part of the method itself), and the scales by product.
-        changed: dict[str, Tensor] = {}
-        rounding: dict[str, float] = {}
-        scales: dict[str, Tensor] = {}
-        for product, linear in quantized.block.products.items():
-            # Every product is observed, in order: the streams of later parts are filled by it.
-            fitted, held_out, too_few = observe(self.model, quantized, None, product, self._exact)
-            source = quantized.block.spec.input_source(product)
-            if source is None or too_few:  # no operation before it can absorb a scale, or too little is known
-                continue
-            grid = self._solver.grid(self.packings[linear.specs[0].name])
-            hessian = fitted.hessian + held_out.hessian
-            for spec, part in zip(linear.specs, _parts(linear), strict=True):
-                packing = self.packings[spec.name]
-                rounding[spec.name] = self._rounding_error(part, packing, hessian, factors.get(product))
-            scale = transform.choose_scale(linear.weight(), grid, hessian, source)
-            if scale is not None:
-                scales[product] = scale
-                for state in (quantized, original):
-                    changed |= transform.fold(state.block, product, scale, self.model.stored_dtype)
-        return changed, rounding, scales
+    def advance(self, index: int, solved: Solved) -> None:
+        block = self.model.block(index)
+        restore(block, solved.changed)
+        for linear in block.products.values():
+            self.install(linear, solved.linears)
+        self.original.advance_copy(block, self.stream, self.side_inputs)
+
+    def install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
+        """Replace a weight by the values that every reader computes from its codes."""
+        names = [spec.name for spec in linear.specs]
+        restored = [self.solver.restore(name, solved[name], self.packings[name]) for name in names]
+        linear.replace(torch.cat(restored).to(linear.weight().dtype))
+
+
+class _CopyOfBlock:
+    # One block of a copy, while it is solved product by product.
+
+    def __init__(self, blocks: BlockSolver, index: int) -> None:
+        self._blocks, self._index, self._solver = blocks, index, blocks.solver
+        block = blocks.model.block(index)
+        stored = blocks.model.stored_dtype
+        self.changed, self._factors = balance(block, stored) if self._solver.balances else ({}, {})
+        keeps = blocks.original.keeps
+        self.state = ObservedBlock(block, blocks.stream, side_inputs=blocks.side_inputs, keeps=keeps)
+        self._scales = dict(self._factors)  # by product: what divides the original's inputs
+        self._moments = blocks.moments(index)
+        self._outputs = dict(self._moments.products)
+        _rescale_outputs(self._outputs, block, self._factors)
+        self._rounding: dict[str, float] = {}
+        self._solved = SolvedProduct({}, [], {})
+
+    def fold(self, product: str, hessian: Tensor, too_few: bool) -> None:
+        """Scale the inputs of a product by the solver's transform, for the second moments of the original's inputs."""
+        transform, block = self._solver.transform, self.state.block
+        source = block.spec.input_source(product)
+        if transform is None or source is None or too_few:  # no operation before it can absorb a scale, or little known
+            return
+        linear, factor = block.products[product], self._factors.get(product)
+        grid = self._solver.grid(self._blocks.packings[linear.specs[0].name])
+        scaled = hessian if factor is None else hessian / torch.outer(factor, factor)
+        # The error of plain rounding as if columns were not scaled: scales are a part of the method.
+        for spec, part in zip(linear.specs, _parts(linear), strict=True):
+            self._rounding[spec.name] = self._rounding_error(part, self._blocks.packings[spec.name], scaled, factor)
+        scale = transform.choose_scale(linear.weight(), grid, scaled, source)
+        if scale is None:
+            return
+        changed, used = transform.fold(block, product, scale, self._blocks.model.stored_dtype)
+        self.changed |= changed
+        self._scales[product] = used if factor is None else used * factor
+        _rescale_outputs(self._outputs, block, {product: scale})
 
     def _rounding_error(self, weight: Tensor, packing: Packing, hessian: Tensor, factor: Tensor | None) -> float:
         # The comparison is with rounding the source's weights, whose columns have no factors.
@@ -172,80 +198,70 @@ class BlockSolver:
             weight, hessian = weight / factor, hessian * torch.outer(factor, factor)
         return rounding_error(weight, self._solver.grid(packing), hessian)
 
-    def _solve_products(
-        self,
-        quantized: ObservedBlock,
-        original: ObservedBlock,
-        changed: Mapping[str, Tensor],
-        rounding: dict[str, float],
-        factors: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-    ) -> tuple[Solved, dict[str, Tensor]]:
-        block = SolvedProduct({}, [], {})
-        for product, linear in quantized.block.products.items():
-            packing = self.packings[linear.specs[0].name]
-            observed = observe(self.model, quantized, original, product, self._exact)
-            weights = {spec.name: part for spec, part in zip(linear.specs, _parts(linear), strict=True)}
-            if observed.too_few:
-                solved = self._solver.round(weights, packing)
-            else:
-                solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out, outputs.get(product))
-            if product in factors and not observed.too_few:
-                hessian = observed.fitted.hessian + observed.held_out.hessian
-                for name, weight in weights.items():
-                    if name not in rounding:
-                        rounding[name] = self._rounding_error(weight, packing, hessian, factors[product])
-            del observed, weights
-            trim_heap()
-            self._install(linear, solved.linears)
-            block.linears.update(solved.linears)
-            block.layers.extend(
-                replace(layer, rounding_output_error=rounding.get(layer.name, layer.rounding_output_error))
-                for layer in solved.layers
-            )
-            block.shifts.update(solved.shifts)
-        return Solved(block.linears, changed, tuple(block.layers)), block.shifts
+    def subject(self, product: str) -> CopyInput:
+        return CopyInput(self.state, self._scales.get(product))
 
-    def _tune(self, index: int, solved: Solved, shifts: Mapping[str, Tensor], moments: Tensor | None) -> Solved:
-        model = self.model
-        block = model.block(index)
-        restore(block, solved.changed)
-        tunable = TunableBlock(block, solved, self.packings, self._solver.scale_dtype, model.stored_dtype, shifts)
-        device = model.placement.device
-        return tune_block(tunable, self._exact, self._stream, self._original_stream, index, device, moments)
+    def solve(self, product: str, observed: Observed) -> None:
+        linear, factor = self.state.block.products[product], self._factors.get(product)
+        packing = self._blocks.packings[linear.specs[0].name]
+        weights = {spec.name: part for spec, part in zip(linear.specs, _parts(linear), strict=True)}
+        if observed.too_few:
+            solved = self._solver.round(weights, packing)
+        else:
+            outputs = self._outputs.get(product)
+            solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out, outputs)
+        if factor is not None and not observed.too_few:
+            hessian = observed.fitted.hessian + observed.held_out.hessian
+            for name, weight in weights.items():
+                if name not in self._rounding:
+                    self._rounding[name] = self._rounding_error(weight, packing, hessian, factor)
+        del observed, weights
+        trim_heap()
+        self._blocks.install(linear, solved.linears)
+        self._solved.linears.update(solved.linears)
+        self._solved.layers.extend(
+            replace(layer, rounding_output_error=self._rounding.get(layer.name, layer.rounding_output_error))
+            for layer in solved.layers
+        )
+        self._solved.shifts.update(solved.shifts)
 
-    @torch.no_grad()
-    def _solve_head(self) -> Solved:
-        model, head = self.model, self._head
-        fitted, held_out = (Moments.zeros(head.in_features, model.placement.device) for _ in range(2))
-        for index, (ours, originals) in enumerate(zip(self._stream, self._original_stream, strict=True)):
-            x, y = model.normed(ours).float(), model.normed(originals).float()
-            require_finite(x)
+    def finish(self) -> Solved:
+        blocks, model = self._blocks, self._blocks.model
+        solved = Solved(self._solved.linears, self.changed, tuple(self._solved.layers))
+        if not self._solver.tunes:
             with reduced_precision(model.placement.device):
-                (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else fitted).add(x, y)
-        packing, weights = self.packings[head.name], model.weights([head])
-        solved = self._solver.solve(weights, packing, fitted.complete(), held_out.complete())
-        return Solved(solved.linears, {}, tuple(solved.layers))
-
-    def _advance_original(self, index: int) -> None:
-        model = self.model
-        with reduced_precision(model.placement.device):
-            model.advance(model.block(index), self._original_stream, self._context, self._original_side_inputs)
-
-    def _advance_quantized(self, index: int, solved: Solved) -> None:
-        model = self.model
-        block = model.block(index)
+                finish_block(model, self.state, blocks.original.exact)
+            return solved
+        del self.state
+        block = model.block(self._index)
         restore(block, solved.changed)
-        for linear in block.products.values():
-            self._install(linear, solved.linears)
-        with reduced_precision(model.placement.device):
-            model.advance(block, self._stream, self._context, self._side_inputs)
+        dtype, shifts = self._solver.scale_dtype, self._solved.shifts
+        tunable = TunableBlock(block, solved, blocks.packings, dtype, model.stored_dtype, shifts)
+        exact, streams = blocks.original.exact, (blocks.stream, blocks.original.stream)
+        solved = tune_block(tunable, exact, *streams, self._index, model.placement.device, self._moments.stream)
+        blocks.advance(self._index, solved)
+        return solved
 
-    def _install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
-        """Replace a weight by the values that every reader computes from its codes."""
-        names = [spec.name for spec in linear.specs]
-        restored = [self._solver.restore(name, solved[name], self.packings[name]) for name in names]
-        linear.replace(torch.cat(restored).to(linear.weight().dtype))
+
+def solve_copies_of_block(solvers: Sequence[BlockSolver], index: int) -> list[Solved]:
+    """Quantize the next block of copies of one original, or after the last one the head."""
+    original = solvers[0].original
+    if index == original.model.config.layers:
+        return [solver.solve_head() for solver in solvers]
+    block = original.model.block(index)
+    copies = [_CopyOfBlock(solver, index) for solver in solvers]
+    if any(solver.solver.transform is not None for solver in solvers):
+        for product, hessian, too_few in original.hessians(block):
+            for copy in copies:
+                copy.fold(product, hessian, too_few)
+    entered = original.entered(block)
+    for product in block.products:
+        subjects = [copy.subject(product) for copy in copies]
+        observed = observe_each(original.model, subjects, entered, product, original.exact)
+        for copy in copies:
+            copy.solve(product, observed.pop(0))
+    del block, entered, subjects  # before a copy is tuned
+    return [copy.finish() for copy in copies]
 
 
 def _rescale_outputs(outputs: dict[str, Tensor], block: Block, scales: Mapping[str, Tensor]) -> None:
@@ -260,6 +276,20 @@ def _parts(linear: Linear) -> tuple[Tensor, ...]:
     return torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
 
 
+@dataclass(frozen=True)
+class CopyTask:
+    """The blocks of a copy to solve; `sink` gets each, and `work` keeps them for a later run."""
+
+    blocks: BlockSolver
+    sink: Sink
+    work: WorkFolder | None = None
+
+    def store(self, index: int, solved: Solved, is_new: bool) -> None:
+        if self.work is not None and is_new:
+            self.work.save(index, solved)
+        self.sink(solved)
+
+
 def quantize_blocks(
     blocks: BlockSolver,
     sink: Sink,
@@ -267,44 +297,58 @@ def quantize_blocks(
     progress: ReportProgress = silent,
     note: ReportNote = ignore,
 ) -> tuple[Layer, ...]:
-    """Solve all blocks, or load those that `work` has, and save the others there.
+    return solve_copies([CopyTask(blocks, sink, work)], progress, note)[0]
 
-    While a block is solved the one before it is written, by `sink` too, and the one after it is read ahead.
+
+def solve_copies(
+    tasks: Sequence[CopyTask], progress: ReportProgress = silent, note: ReportNote = ignore
+) -> list[tuple[Layer, ...]]:
+    """Solve all blocks of copies of one original, or load those that their work has, and save the others there.
+
+    While a block is solved the one before it is written, and the one after it is read ahead.
     """
-    layers: list[Layer] = []
+    layers: list[list[Layer]] = [[] for _ in tasks]
+    original, count = tasks[0].blocks.original, max(task.blocks.count for task in tasks)
     resumed = 0  # blocks that need no solving: they take less time, so they are a stage of their own
-
-    def store(index: int, solved: Solved, is_new: bool) -> None:
-        if work is not None and is_new:
-            work.save(index, solved)
-        sink(solved)
-
     with ThreadPoolExecutor(1) as background:
-        written: Future[None] | None = None
-        for index in range(blocks.count):
-            if index + 1 < blocks.model.config.layers:
-                background.submit(blocks.model.prefetch, index + 1)
-            loaded = None if work is None else work.load(index)
-            if loaded is not None:
-                if index == 0 and work is not None:
-                    note(f"resuming unfinished work in {work.folder}")
-                blocks.resume(index, loaded)
-                resumed = index + 1 if resumed == index else resumed
-            if loaded is None and index == resumed:
+        written: list[Future[None]] = []
+        for index in range(count):
+            if index + 1 < original.model.config.layers:
+                background.submit(original.model.prefetch, index + 1)
+            active = [place for place, task in enumerate(tasks) if index < task.blocks.count]
+            loaded = {place: _loaded(tasks[place], index, note) for place in active}
+            known = {place: solved for place, solved in loaded.items() if solved is not None}
+            missing = [place for place in active if place not in known]
+            for place, solved in known.items():
+                tasks[place].blocks.resume(index, solved)
+            if not missing and index < original.model.config.layers:
+                original.advance(index)
+            if not missing and resumed == index:
+                resumed = index + 1
+            if missing and index == resumed:
                 if resumed:
-                    note(f"resumed: {resumed} of {blocks.count} blocks were finished by an earlier run")
-                progress("quantizing blocks", 0, blocks.count - resumed)
-            solved = loaded or blocks.solve(index)
-            if written is not None:
-                written.result()
-            written = background.submit(store, index, solved, loaded is None)
-            layers += solved.layers
+                    note(f"resumed: {resumed} of {count} blocks were finished by an earlier run")
+                progress("quantizing blocks", 0, count - resumed)
+            new = solve_copies_of_block([tasks[place].blocks for place in missing], index) if missing else []
+            known.update(zip(missing, new, strict=True))
+            for write in written:
+                write.result()
+            written = [background.submit(tasks[place].store, index, known[place], place in missing) for place in active]
+            for place in active:
+                layers[place] += known[place].layers
             if index >= resumed:
-                progress("quantizing blocks", index + 1 - resumed, blocks.count - resumed)
+                progress("quantizing blocks", index + 1 - resumed, count - resumed)
             else:
-                progress("resuming blocks", index + 1, blocks.count)
-        if resumed == blocks.count:
+                progress("resuming blocks", index + 1, count)
+        if resumed == count:
             note("resumed: all blocks were finished by an earlier run")
-        if written is not None:
-            written.result()
-    return tuple(layers)
+        for write in written:
+            write.result()
+    return [tuple(solved) for solved in layers]
+
+
+def _loaded(task: CopyTask, index: int, note: ReportNote) -> Solved | None:
+    solved = None if task.work is None else task.work.load(index)
+    if solved is not None and index == 0 and task.work is not None:
+        note(f"resuming unfinished work in {task.work.folder}")
+    return solved

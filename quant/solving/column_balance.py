@@ -30,8 +30,8 @@ def balance(block: Block, stored: Callable[[str], torch.dtype]) -> tuple[dict[st
             continue
         scale = column_scale(_source_size(block, source), _column_size(linear.weight()), source)
         if scale is not None:
-            changed |= awq.fold(block, product, scale, stored)
-            scales[product] = scale
+            folded, scales[product] = awq.fold(block, product, scale, stored)
+            changed |= folded
     return changed, scales
 
 

@@ -35,8 +35,11 @@ class TransformModule(Protocol):
 
     def fold(
         self, block: "Block", product: str, scale: "Tensor", stored: "Callable[[str], torch.dtype]"
-    ) -> "dict[str, Tensor]":
-        """Multiply a product's columns by `scale`, divide their source by it; returns changed unquantized tensors."""
+    ) -> "tuple[dict[str, Tensor], Tensor]":
+        """Multiply a product's columns by `scale`, divide their source by it.
+
+        Returns changed unquantized tensors, and the scale as it was used: a stored gain is rounded first.
+        """
         # `stored` returns the dtype of a tensor in the file
         ...
 

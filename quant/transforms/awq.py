@@ -48,7 +48,9 @@ def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec |
     return best
 
 
-def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
+def fold(
+    block: Block, product: str, scale: Tensor, stored: Callable[[str], torch.dtype]
+) -> tuple[dict[str, Tensor], Tensor]:
     """See `TransformModule.fold`; changes a norm's gain, or biases."""
     linear, source = block.products[product], block.spec.input_source(product)
     if source is None:
@@ -59,7 +61,7 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
     else:
         changed = _divide_rows(block.products[source.product], source.start, row_scale(source, scale))
     linear.replace(linear.weight() * scale)
-    return {name: tensor.to(stored(name)) for name, tensor in changed.items()}
+    return {name: tensor.to(stored(name)) for name, tensor in changed.items()}, scale
 
 
 def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:

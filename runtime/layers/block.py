@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 class Attention(LayerPart):
+    sums_last_product = True
+
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__(spec)
         self.spec = spec
@@ -153,6 +155,8 @@ def _norm_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
 
 
 class Recurrent(LayerPart):
+    sums_last_product = True
+
     def __init__(self, spec: RecurrentSpec, layer: int) -> None:
         super().__init__(spec)
         self.mixer = make_mixer(spec, layer)

@@ -18,6 +18,8 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 class Mlp(LayerPart):
+    sums_last_product = True
+
     def __init__(self, spec: MlpSpec) -> None:
         super().__init__(spec)
         self.spec = spec

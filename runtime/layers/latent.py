@@ -47,6 +47,8 @@ class AbsorbedWeight:
 class LatentAttention(LayerPart):
     """The attention that a `LatentAttentionSpec` declares."""
 
+    sums_last_product = True
+
     def __init__(self, spec: LatentAttentionSpec, layer: int) -> None:
         super().__init__(spec)
         self.spec = spec

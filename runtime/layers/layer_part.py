@@ -64,6 +64,7 @@ class LayerPart(nn.Module):
 
     products: tuple[Linear, ...]
     unquantized: tuple[Linear, ...] = ()
+    sums_last_product = False  # whether `sum` takes the output of the last product as it is
 
     def __init__(self, spec: PartSpec) -> None:
         super().__init__()

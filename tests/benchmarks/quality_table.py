@@ -36,7 +36,7 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
 from mycli.quant.solvers import Solution, SolverModule, SolverSpec, rtn
-from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, quantize_blocks
 from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -168,7 +168,9 @@ def table(options: argparse.Namespace, source: Path) -> None:
                 blocks: list[Solved] = []
                 model = StreamedModel(open_model_folder(source), CPU)
                 outputs = output_moments(model, shown.windows, seed=0) if "--hessian model" in name else None
-                quantize_blocks(BlockSolver(model, packings, solver, shown.windows, outputs=outputs), blocks.append)
+                quantize_blocks(
+                    BlockSolver(OriginalBlocks(model, shown.windows), packings, solver, outputs=outputs), blocks.append
+                )
                 if name.endswith("--tune`"):
                     tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
                     blocks = list(tuned.blocks)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output.work_folder import Solved
 from mycli.quant.recipe import Recipe
-from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, quantize_blocks
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -105,9 +105,8 @@ def layer_seconds(
         def sink(_: Solved) -> None:  # called when the block is in host memory
             times.append(time.monotonic())
 
-        quantize_blocks(
-            BlockSolver(model, Recipe().packings(config), LinearSolver("gptq", torch.bfloat16, "mse"), windows), sink
-        )
+        solver = LinearSolver("gptq", torch.bfloat16, "mse")
+        quantize_blocks(BlockSolver(OriginalBlocks(model, windows), Recipe().packings(config), solver), sink)
         return [after - before for before, after in pairwise(times)]
 
 

@@ -24,6 +24,12 @@ def rounds() -> bool:
     return not isinstance(_library(), Declined)
 
 
+def is_rounding() -> bool:
+    """Return whether fp32 products round their operands now."""
+    backend: Any = torch.backends.mkldnn  # its attributes have no static types
+    return backend.matmul.fp32_precision == "bf16" and rounds()
+
+
 def rounded_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
     """x fp32 [rows, K] times weight fp32 [N, K] transposed, each rounded to bf16, with fp32 sums."""
     library = _ready(x, weight)

@@ -9,8 +9,9 @@ import pytest
 
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.reports.sweep import sweep_recipes
-from mycli.quant import pipeline
+from mycli.quant import pipeline, shared_work
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
 from tests.support.command_line import Mycli
 from tests.support.models import random_model, shorten_report
@@ -48,41 +49,43 @@ def test_copies_are_made_once_compared_and_equal_to_single_ones(
     mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, plot = tmp_path / "copies", tmp_path / "sweep.svg"
-    sweep = (*SMALL, "--sweep", "bits=4,2", "method=rtn,gptq", "-o", str(out))
-    made: list[str] = []
-    quantize = pipeline.quantize
+    sweep = (*SMALL, "--sweep", "bits=4,2", "method=rtn,awq,gptq", "-o", str(out))
+    measured: list[str] = []
+    measure = pipeline.measure_result
 
-    def interrupted(work: object, target: Path, *rest: object, **options: object) -> object:
-        made.append(target.name)
-        if len(made) == 3:
+    def interrupted(original: object, result: ModelFolder, *rest: Any, **options: Any) -> object:
+        measured.append(result.path.name)
+        if len(measured) == 4:
             raise KeyboardInterrupt
-        return quantize(work, target, *rest, **options)  # type: ignore[arg-type]  # passed on
+        return measure(original, result, *rest, **options)  # type: ignore[arg-type]  # passed on
 
-    monkeypatch.setattr(pipeline, "quantize", interrupted)
-    assert mycli(*sweep).returncode == 130
+    monkeypatch.setattr(pipeline, "measure_result", interrupted)
+    assert mycli(*sweep).returncode == 130, "rtn and two of the four that are solved together are finished"
     again = mycli(*sweep, "--plot", str(plot))
-    assert again.returncode == 0 and made[2:] == ["rtn-int2-g64", "rtn-int2-g64", "gptq-int2-g64"]
-    assert again.stderr.count("finished earlier") == 2 and plot.read_text().count("<title>") == 8
+    assert again.returncode == 0 and "resumed: all blocks were finished by an earlier run" in again.stderr
+    assert again.stderr.count("finished earlier") == 3 and plot.read_text().count("<title>") == 12
     rows = json.loads(mycli(*sweep, "--json").stdout)["sweep"]
-    names = ["rtn-int4-g64", "gptq-int4-g64", "rtn-int2-g64", "gptq-int2-g64"]
-    assert [row["name"] for row in rows] == names and len(made) == 5, "nothing was made again"
-    assert rows[0]["kl"] < rows[2]["kl"] and rows[0]["bytes"] > rows[2]["bytes"] and rows[1]["seconds"] > 0
-    single = mycli(*SMALL, "-o", str(tmp_path / "single"))
-    assert single.returncode == 0
-    for name in ("model.safetensors", "mycli.json"):
-        assert (tmp_path / "single" / name).read_bytes() == (out / "gptq-int4-g64" / name).read_bytes()
+    names = [f"{method}-int{bits}-g64" for bits in (4, 2) for method in ("rtn", "awq", "gptq")]
+    assert [row["name"] for row in rows] == names and len(measured) == 7, "nothing was made again"
+    assert rows[0]["kl"] < rows[3]["kl"] and rows[0]["bytes"] > rows[3]["bytes"] and rows[1]["seconds"] > 0
+    for method, bits in (("gptq", "4"), ("awq", "2")):
+        single, name = tmp_path / method, f"{method}-int{bits}-g64"
+        options = ("--method", method, "--bits", bits, "-o", str(single), "--max-fallback", "1")
+        assert mycli(*SMALL, *options).returncode == 0
+        for file in ("model.safetensors", "mycli.json"):
+            assert (single / file).read_bytes() == (out / name / file).read_bytes()
 
 
 def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured moments are the source's, so the second copy has the bytes of a single one."""
     measured: list[int] = []
-    output_moments = pipeline.output_moments
+    output_moments = shared_work.output_moments
 
     def counted(model: StreamedModel, *rest: Any) -> object:
         measured.append(model.at_once)
         return output_moments(model, *rest)
 
-    monkeypatch.setattr(pipeline, "output_moments", counted)
+    monkeypatch.setattr(shared_work, "output_moments", counted)
     tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
     source = str(random_model(tmp_path / "source", **tiny))
     model = ("quantize", source, *SMALL[2:], "--hessian", "model")

@@ -74,6 +74,13 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
         choose(work(), False, 4096, (least - 1) << 20, None)
 
 
+def test_inputs_are_kept_where_there_is_room() -> None:
+    keeping, plain = (choose(work(keeps_inputs=keeps), False, 4096, None, None) for keeps in (True, False))
+    assert keeping.keeps_inputs and keeping.host > plain.host
+    assert choose(work(keeps_inputs=True), False, 4096, keeping.host, None) == keeping
+    assert choose(work(keeps_inputs=True), False, 4096, keeping.host - 1, None) == plain
+
+
 def test_batches_are_of_whole_windows() -> None:
     solving = work(measured=0, seq=4096)
     needs = {tokens: need(solving, False, tokens).host for tokens in (100, 4096, 8191, 8192, 12288)}

@@ -1,6 +1,7 @@
 """Test block-by-block calibration and solving: which inputs are observed, in which order, and what is reported."""
 
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, dequantize_codes, round_to_grid
 from mycli.quant.solvers import Solution, gptq
-from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks, quantize_blocks, solve_copies
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, ResourceError
+from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
@@ -60,6 +63,32 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
         assert torch.equal(state.streams[0], after), "to the bit, or a run that goes on would differ"
 
 
+@torch.no_grad()
+def test_kept_inputs_change_no_bit(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products round their inputs to bf16, the inputs of o and down are kept, and qkv and gate_up run once."""
+    context, ended = model.context(16, exact=True), list[Tensor]()
+    runs: list[list[str]] = []
+    forward = Linear.forward
+
+    def counted(linear: Linear, x: Tensor) -> Tensor:
+        runs[-1].append(linear.specs[0].name.rpartition(".")[2])
+        return forward(linear, x)
+
+    monkeypatch.setattr(Linear, "forward", counted)
+    for keeps in (True, False):
+        block, runs = model.block(1), [*runs, []]
+        state = ObservedBlock(block, model.embed(windows), keeps=keeps)
+        with observe.reduced_precision(CPU.device):
+            for product in block.products:
+                product_input(state, product, slice(0, 10), context, CPU.device)
+                block.products[product].replace(block.products[product].weight().round(decimals=2))
+            finish_block(model, state, context)
+        ended.append(state.streams[0])
+    assert torch.equal(*ended)
+    assert runs[0] == (["q_proj", "o_proj", "gate_proj", "down_proj"] if rounds() else runs[1])
+    assert runs[1] == ["q_proj", "q_proj", "o_proj", "gate_proj", "gate_proj", "down_proj"]
+
+
 def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "at_once", 3 * 16)
     block, context = model.block(0), model.context(16, exact=True)
@@ -95,7 +124,7 @@ def test_each_product_sees_what_was_quantized_before_it(
         for name, quantized in solved.linears.items():
             restored[name] = dequantize_codes(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
 
-    layers = quantize_blocks(BlockSolver(model, packings, solver, windows), sink)
+    layers = quantize_blocks(BlockSolver(OriginalBlocks(model, windows), packings, solver), sink)
     assert [layer.name for layer in layers] == list(packings) == list(restored)
     stream, context = model.embed(windows), model.context(16, exact=True)
     for index in range(model.config.layers):
@@ -106,6 +135,43 @@ def test_each_product_sees_what_was_quantized_before_it(
             assert close(seen[linear.specs[0].name], x.T @ x)
             linear.replace(torch.cat([restored[spec.name] for spec in linear.specs]))
         model.advance(block, stream, context)
+
+
+def test_copies_solved_together_are_those_solved_alone(
+    model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original passes once for all, and each copy has the same codes, scales and other tensors."""
+    passes: list[str] = []
+    product_input = observe.product_input
+
+    def counted(state: ObservedBlock, product: str, *rest: Any) -> object:
+        passes.extend([product] if state.final else [])
+        return product_input(state, product, *rest)
+
+    monkeypatch.setattr(observe, "product_input", counted)
+    kinds = [("gptq", 4, None), ("rtn", 3, "awq"), ("gptq", 2, None)]
+
+    def solved(chosen: list[tuple[str, int, str | None]]) -> list[list[Solved]]:
+        original, found = OriginalBlocks(model, windows), list[list[Solved]]()
+        tasks = list[CopyTask]()
+        for name, bits, transform in chosen:
+            solver = LinearSolver(name, torch.bfloat16, transform=transform)
+            packings = Recipe("rtn", bits, 64, head="keep").packings(model.config)
+            found.append([])
+            tasks.append(CopyTask(BlockSolver(original, packings, solver), found[-1].append))
+        solve_copies(tasks)
+        return found
+
+    together, at_once = solved(kinds), len(passes)
+    assert at_once == 2 * 4 * model.config.layers, "once for scales, once for moments"
+    for copy, kind in zip(together, kinds, strict=True):
+        for one, other in zip(copy, solved([kind])[0], strict=True):
+            assert one.layers == other.layers and set(one.changed) == set(other.changed)
+            assert all(torch.equal(one.changed[name], other.changed[name]) for name in one.changed)
+            for name, linear in one.linears.items():
+                assert torch.equal(linear.codes, other.linears[name].codes)
+                assert torch.equal(linear.scales, other.linears[name].scales)
+    assert together[1][0].changed and not together[0][0].changed
 
 
 @pytest.mark.parametrize("fault", ["E3-nan-activations"])
@@ -174,8 +240,8 @@ def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahea
 
     monkeypatch.setattr(model, "block", watched)
     monkeypatch.setattr(model, "prefetch", expected.append)
-    packings = Recipe("rtn", 4, 64, head="keep").packings(model.config)
-    quantize_blocks(BlockSolver(model, packings, LinearSolver("rtn", torch.bfloat16, "mse"), windows), sink)
+    packings, solver = Recipe("rtn", 4, 64, head="keep").packings(model.config), LinearSolver("rtn", torch.bfloat16)
+    quantize_blocks(BlockSolver(OriginalBlocks(model, windows), packings, solver), sink)
     assert written == list(packings) and expected == list(range(1, model.config.layers))
 
 
@@ -189,7 +255,7 @@ def test_what_cannot_be_written_ends_the_work(model: StreamedModel, windows: Ten
             raise ResourceError("disk full")
         written.append(solved)
 
-    packings = Recipe("rtn", 4, 64, head="keep").packings(model.config)
+    packings, solver = Recipe("rtn", 4, 64, head="keep").packings(model.config), LinearSolver("rtn", torch.bfloat16)
     with pytest.raises(ResourceError, match="disk full"):
-        quantize_blocks(BlockSolver(model, packings, LinearSolver("rtn", torch.bfloat16, "mse"), windows), sink)
+        quantize_blocks(BlockSolver(OriginalBlocks(model, windows), packings, solver), sink)
     assert len(written) == block

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.recipe import Recipe
-from mycli.quant.solving.blockwise import BlockSolver
+from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, solve_copies_of_block
 from mycli.quant.solving.column_balance import balance, column_scale
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -75,7 +75,8 @@ def test_they_cost_hardly_anything(planted: Path) -> None:
     for folder in (PICO, planted):
         model = StreamedModel(open_model_folder(folder), CPU, dense=True)
         packings = Recipe(bits=2, head="keep").packings(model.config)
-        solved = BlockSolver(model, packings, LinearSolver("gptq", torch.bfloat16), tokens).solve(0)
+        original, solver = OriginalBlocks(model, tokens), LinearSolver("gptq", torch.bfloat16)
+        (solved,) = solve_copies_of_block([BlockSolver(original, packings, solver)], 0)
         lost.append([layer.output_error or 0.0 for layer in solved.layers])
         baseline.append([layer.rounding_output_error or 0.0 for layer in solved.layers])
     assert sum(lost[1]) < 1.3 * sum(lost[0])

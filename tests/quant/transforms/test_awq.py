@@ -83,7 +83,7 @@ def scale_for(layer: Block, product: str) -> Tensor:
 def test_the_block_computes_what_it_did(model_type: str, product: str) -> None:
     before, after = block(model_type), block(model_type)
     weight = after.products[product].weight()
-    changed = fold(after, product, scale_for(after, product), lambda _: torch.float32)
+    changed, _ = fold(after, product, scale_for(after, product), lambda _: torch.float32)
     assert not torch.allclose(after.products[product].weight(), weight)
     assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
     expected = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.weight"}
@@ -98,7 +98,7 @@ def test_columns_follow_a_gain_as_it_is_stored() -> None:
     norms = before.mixer.norm, after.mixer.norm
     assert norms[0] is not None and norms[1] is not None
     norms[0].weight[3] = norms[1].weight[3] = 0
-    changed = fold(after, "qkv", scale_for(after, "qkv"), lambda _: torch.bfloat16)
+    changed, used = fold(after, "qkv", scale_for(after, "qkv"), lambda _: torch.bfloat16)
     gain = changed["model.layers.0.input_layernorm.weight"]
     assert gain.dtype == torch.bfloat16 and torch.equal(gain.float(), norms[1].weight)
     assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
@@ -108,7 +108,7 @@ def test_what_was_stored_makes_the_same_block_again() -> None:
     folded, again = block("qwen2"), block("qwen2")
     changed: dict[str, Tensor] = {}
     for product in PRODUCTS:
-        changed |= fold(folded, product, scale_for(folded, product), lambda _: torch.float32)
+        changed |= fold(folded, product, scale_for(folded, product), lambda _: torch.float32)[0]
     restore(again, changed)
     for product in PRODUCTS:
         again.products[product].replace(folded.products[product].weight())

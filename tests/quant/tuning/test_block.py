@@ -16,7 +16,7 @@ from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.rounding.rows import BLOCK_ROWS, ROW_DAMPING
 from mycli.quant.solvers import rtn
 from mycli.quant.solving import blockwise
-from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, quantize_blocks
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.quant.tuning import block as tuning
 from mycli.quant.tuning.block import PULL, output_loss, output_weights, preferred_shifts, tune_block
@@ -131,7 +131,7 @@ def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     made: dict[bool, list[Solved]] = {False: [], True: []}
     for tunes, blocks in made.items():
         solver = LinearSolver("gptq", torch.bfloat16, "mse", transform, tunes)
-        quantize_blocks(BlockSolver(model, packings, solver, windows), blocks.append)
+        quantize_blocks(BlockSolver(OriginalBlocks(model, windows), packings, solver), blocks.append)
     assert all(layer.tuned is None for block in made[False] for layer in block.layers)
     shares = [layer.tuned for block in made[True] for layer in block.layers]
     assert all(share is not None and share <= 1 for share in shares) and min(filter(None, shares)) < 1
@@ -152,7 +152,7 @@ def test_each_block_is_tuned_with_the_moments_of_its_own_output(monkeypatch: pyt
     windows = torch.randint(0, 4096, (HELD_OUT_EVERY, 24), generator=torch.Generator().manual_seed(0))
     solver = LinearSolver("gptq", torch.bfloat16, "mse", tunes=True)
     outputs = [LayerMoments({}, stream) for stream in moments]
-    quantize_blocks(BlockSolver(model, packings, solver, windows, outputs=outputs), lambda _: None)
+    quantize_blocks(BlockSolver(OriginalBlocks(model, windows), packings, solver, outputs=outputs), lambda _: None)
     assert all(ours is expected for ours, expected in zip(received, moments, strict=True))
 
 

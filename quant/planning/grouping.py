@@ -1,0 +1,47 @@
+"""Which copies of a model are solved together, in one pass over its blocks."""
+
+from collections.abc import Iterable, Sequence
+
+from mycli.quant.planning.memory import Need
+from mycli.quant.planning.plan import QuantizationPlan
+from mycli.runtime.device.system import memory
+from mycli.runtime.models.experts_spec import ExpertsSpec
+
+
+def solved_together(works: Sequence[QuantizationPlan]) -> list[list[int]]:
+    """Return the indices of plans of one model in groups, each for one call of `quantize_copies`.
+
+    A group has the same calibration windows and batches, and fits in memory.
+    """
+    groups: list[list[int]] = []
+    for index, work in enumerate(works):
+        for group in groups:
+            joined = [works[other] for other in group] + [work]
+            if len({_batches(plan) for plan in joined}) == 1 and _fit(joined):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
+def _batches(work: QuantizationPlan) -> tuple[object, ...]:
+    # Copies that are equal in this can be observed together. Tokens of a mixture go where each copy's router sends
+    # them; tuning takes longer than all that could be shared.
+    recipe = work.recipe
+    alone = any(isinstance(spec.mlp, ExpertsSpec) for spec in work.config.layer_specs) or recipe.tune
+    if alone or not recipe.needs_data:
+        return (object(),)
+    return work.text, recipe.samples, work.seq, recipe.seed, work.need.at_once
+
+
+def _fit(works: Sequence[QuantizationPlan]) -> bool:
+    limit = works[0].memory_limit
+    need, available = sum_of_needs(works), memory().available
+    return need.host <= (available if limit is None else min(limit, available)) and not need.device
+
+
+def sum_of_needs(works: Iterable[QuantizationPlan]) -> Need:
+    """The memory of copies that are solved together, at most."""
+    needs = [work.need for work in works]
+    return Need(sum(need.host for need in needs), sum(need.device for need in needs), needs[0].at_once)
