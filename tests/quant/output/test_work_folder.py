@@ -149,7 +149,7 @@ def test_finished_blocks_are_not_solved_again(
 
 
 def test_the_work_folder_can_be_chosen(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "quantize_blocks", lambda *_: 1 / 0)
+    monkeypatch.setattr(pipeline, "solve_copies", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         quantize(plan_quantization(source, RECIPE, report="none"), tmp_path / "out", CPU, work_folder=tmp_path / "work")
     assert json.loads((tmp_path / "work" / "run.json").read_text())["recipe"]["bits"] == 4
