@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from mycli.quant.progress import ReportProgress, silent
-from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.layers.vocabulary import finish_logits
 
 
@@ -22,13 +20,11 @@ class ResidentModel:
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
         """The input of the head for int64 [windows, context]."""
-        count, context = tokens.shape
         rows: list[Tensor] = []
         for index, window in enumerate(tokens.tolist()):
-            cache = self._runner.make_cache(CacheShape.contiguous(context))
-            self._runner.run([Chunk(window, 0, (0,), 0)], cache, rows.append)
-            progress("sequences", index + 1, count)
-        return torch.stack([row.view(context, -1) for row in rows])
+            rows.append(self._runner.hidden_states(window))
+            progress("sequences", index + 1, len(tokens))
+        return torch.stack(rows)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

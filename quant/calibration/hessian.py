@@ -226,7 +226,7 @@ def observe_each(
                 value = product_input(subject.block, product, windows, context, model.placement.device)
                 if original is not None and (y is None or value.tokens is not None):
                     y = product_input(original, product, windows, context, model.placement.device, value.tokens).x
-            name = f"{subject.block.block.products[product].specs[0].name}"
+            name = subject.block.block.products[product].specs[0].name
             try:
                 total.add(value, _divided(y, subject.scale), windows)
             except ModelError as error:

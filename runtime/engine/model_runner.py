@@ -15,6 +15,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
 from mycli.runtime.memory.estimate import SHARED_BLOCK
+from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.activations import ActivationChoice
 from mycli.runtime.sampling.sampler import DeviceSampling
@@ -107,6 +108,15 @@ class ModelRunner:
         chosen = self.passes.choose(work)
         assert chosen is not None  # the plain pass takes all logits
         return chosen.logits(work)
+
+    def hidden_states(self, tokens: Sequence[int]) -> Tensor:
+        """Return [tokens, hidden], what the head reads, computed in a cache of their own, chunk by chunk."""
+        states: list[Tensor] = []
+        cache = self.make_cache(CacheShape.contiguous(len(tokens)))
+        size = prefill_chunk(self.device.type == "cuda")
+        for start in range(0, len(tokens), size):
+            self.run([Chunk(tokens[start : start + size], start, (0,), 0)], cache, states.append)
+        return torch.cat([state.flatten(0, -2) for state in states])
 
     def tokens(
         self,

@@ -17,7 +17,6 @@ from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan as planning
-from mycli.quant.planning.grouping import solved_together
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
 from mycli.quant.recipe import Recipe
@@ -70,15 +69,6 @@ def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any
 
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in ("source", ".locks"))
-
-
-def test_copies_with_the_same_windows_that_fit_in_memory_are_solved_together(source: Source) -> None:
-    recipes = [DATA, GROUP_32, replace(DATA, bits=2, method="awq"), replace(DATA, tune=True), replace(DATA, samples=16)]
-    works = [plan_quantization(source, recipe, report="none") for recipe in [*recipes, replace(DATA, bits=3)]]
-    assert solved_together(works) == [[0, 2, 5], [1], [3], [4]]
-    both = works[0].need.host + works[2].need.host
-    limited = [replace(work, memory_limit=both) for work in works]
-    assert solved_together(limited) == [[0, 2], [1], [3], [4], [5]]
 
 
 def test_hessians_of_the_model_lose_less_than_those_of_its_layers(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Makes a Python for ARM with torch and the packages of this program, and runs it in qemu.
 
     python -m tests.support.arm_python FOLDER
-    FOLDER/root/usr/bin/python -m tests.benchmarks.portable_receipts replay RECEIPTS
 
+prints the path of its Python, which takes the place of python in the command of `tests.benchmarks.portable_receipts`.
 Needs Debian 12 with g++-aarch64-linux-gnu and qemu-user, and 8 GB in FOLDER. Nothing is installed outside of it.
 Importing torch takes half a minute, the first product five minutes: the native code is compiled.
 """

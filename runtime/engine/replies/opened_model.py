@@ -83,22 +83,10 @@ class OpenedModel:
         They are computed in a cache of their own, chunk by chunk. Raises UsageError if the text is longer than the
         context.
         """
-        import torch
-
-        from mycli.runtime.cache.batch import Chunk
-        from mycli.runtime.engine.model_runner import CacheShape
-        from mycli.runtime.memory.plan import prefill_chunk
-
         tokens = self.tokenizer.encode(text, add_special=True)
         if not 0 < len(tokens) <= self.engine.context:
             raise UsageError(f"{len(tokens)} tokens; the context holds 1 to {self.engine.context}", code="more-context")
-        runner = self.model.runner
-        states: list[Tensor] = []
-        cache = runner.make_cache(CacheShape.contiguous(len(tokens)))
-        size = prefill_chunk(runner.device.type == "cuda")
-        for start in range(0, len(tokens), size):
-            runner.run([Chunk(tokens[start : start + size], start, (0,), 0)], cache, states.append)
-        return torch.cat(states)
+        return self.model.runner.hidden_states(tokens)
 
     def embed(
         self, texts: Sequence[str], prompt: str | None = None, dimensions: int | None = None, *, first: int = 1

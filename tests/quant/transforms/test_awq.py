@@ -101,6 +101,7 @@ def test_columns_follow_a_gain_as_it_is_stored() -> None:
     changed, used = fold(after, "qkv", scale_for(after, "qkv"), lambda _: torch.bfloat16)
     gain = changed["model.layers.0.input_layernorm.weight"]
     assert gain.dtype == torch.bfloat16 and torch.equal(gain.float(), norms[1].weight)
+    assert torch.equal(after.products["qkv"].weight(), before.products["qkv"].weight() * used)
     assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
 
 

@@ -134,7 +134,7 @@ def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
 
 
 def test_probabilities_do_not_depend_on_the_functions_of_fp32() -> None:
-    """Those differ in the last bits from one instruction set to another, and so would a draw."""
+    """The last bits of fp32 functions differ between instruction sets, so draws by them could differ too."""
     logits = random_logits(3) * 4
     assert torch.equal(distribution(logits, SamplingParams(temperature=1.0)), logits.double().softmax(-1).float())
 

@@ -1,0 +1,31 @@
+"""Test which copies of a model are solved together."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mycli.quant.planning.grouping import solved_together
+from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.recipe import Recipe
+from mycli.runtime.hub.resolve import Source
+from tests.support.models import random_model
+
+DATA = Recipe("gptq", group=32, samples=8, seq=48)
+
+
+@pytest.mark.usefixtures("short_calibration_text")
+def test_copies_with_the_same_windows_that_fit_in_memory_are_solved_together(tmp_path: Path) -> None:
+    source = Source("small", random_model(tmp_path / "source"), None, None)
+    recipes = [
+        DATA,
+        Recipe("rtn", group=32),
+        replace(DATA, bits=2, method="awq"),
+        replace(DATA, tune=True),
+        replace(DATA, samples=16),
+    ]
+    works = [plan_quantization(source, recipe, report="none") for recipe in [*recipes, replace(DATA, bits=3)]]
+    assert solved_together(works) == [[0, 2, 5], [1], [3], [4]]
+    both = works[0].need.host + works[2].need.host
+    limited = [replace(work, memory_limit=both) for work in works]
+    assert solved_together(limited) == [[0, 2], [1], [3], [4], [5]]
