@@ -45,19 +45,21 @@ template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t ro
 // The codes of N row blocks side by side, read block by block.
 template <int B, int N> struct CodeStreams {
     static constexpr int64_t SIZE = STORED<B> * 64;  // of a block
+    static constexpr int64_t ALONE_AHEAD = STORED<B> == 8 ? BYTE_CODES_AHEAD : FAR_AHEAD;  // of one row block; 0: nothing is prefetched
     const uint8_t *block, *next;  // what is read, and what is prefetched
     int64_t apart, groups;  // bytes and groups from a row block to the next; 0 if there is none: the last one is multiplied twice
 
     CodeStreams(const Weight& w, int64_t row_block) {
         const int64_t bytes = w.inputs / INPUTS * SIZE;
         const bool more = row_block + 1 < blocks_of(w.rows);
-        block = w.codes + row_block * bytes, next = block + (N > 1 ? N * bytes : FAR_AHEAD);
+        block = w.codes + row_block * bytes, next = block + (N > 1 ? N * bytes : ALONE_AHEAD);
         apart = more ? bytes : 0, groups = more ? w.inputs / w.group : 0;
     }
     const uint8_t* at(int n) const { return block + n * apart; }
     // One row block: straight to L1; in two steps, through L2, it was up to a fifth slower. Several: the next ones in the order of memory,
     // to L2, since prefetching each row block ahead was slower than one at a time.
     inline __attribute__((always_inline)) void prefetch() const {
+        if constexpr (N == 1 && !ALONE_AHEAD) return;
 #pragma GCC unroll 16
         for (int64_t i = 0; i < N * SIZE; i += 64) N > 1 ? __builtin_prefetch(next + i, 0, 2) : __builtin_prefetch(next + i);
     }
