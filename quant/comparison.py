@@ -257,7 +257,7 @@ def measure_divergence(
         for row, index in enumerate(group):
             # Each token of the reply is predicted at the position before it; an end token at the last one.
             start, end = len(replies[index].prompt) - 1, len(texts[index]) - (not replies[index].ended)
-            rows = [stream[row, start : max(end, start + 1)] for stream in streams]
+            rows = [stream[row, start:end] for stream in streams]
             results[index] = token_divergence(candidate, rows[1], reference, rows[0])
     return [results[index] for index in range(len(texts))]
 

@@ -218,7 +218,7 @@ def _panel(
 
 def _linear(values: Sequence[float]) -> Scale:
     step = 10 ** math.floor(math.log10(max(*values, 1e-9)))
-    top = step * math.ceil(max(values) / step)
+    top = step * max(1, math.ceil(max(values) / step))
     return lambda value: value / top, [top * part / 4 for part in range(5)]
 
 

@@ -66,10 +66,11 @@ def refit_scales(solved: Quantized, pull: Tensor, grid: Grid, hessian: Tensor) -
     quadratic = quadratic.permute(2, 0, 1).contiguous()
     gradient = levels.mul_(pull).view(groups, size, rows).sum(1).T
     old = solved.scales.float()
-    # Relative to the old scales all numbers have similar size. The ridge keeps groups of zeros solvable.
+    # Relative to the old scales all numbers have similar size. The ridge keeps groups of zeros
+    # solvable; a row of zeros is not, and keeps its scales.
     scaled = quadratic * old.unsqueeze(1) * old.unsqueeze(2)
     diagonal = scaled.diagonal(dim1=1, dim2=2)
-    diagonal.add_(1e-6 * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny)
+    diagonal.add_(1e-6 * diagonal.mean(1, keepdim=True))
     factors, failed = torch.linalg.cholesky_ex(scaled)
     step = torch.cholesky_solve((gradient * old).unsqueeze(2), factors).squeeze(2)
     new = grid.storable(old * (1 + step))

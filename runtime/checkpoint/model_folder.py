@@ -64,8 +64,8 @@ class ModelFolder:
     path: Path
     raw: Fields  # config.json, or the text section of a multimodal one
     config: ModelConfig
+    config_only: bool  # no file but config.json is available
     headers: Headers | None = None  # tensors of a remote model, if known
-    config_only: bool = False  # no file but config.json is available
     part: TextPart | MtpPart | None = None  # the part of the folder that is read
     adapter: "Adapter | None" = None  # merged into the weights as they are read
     file_manifest: Manifest | None = None  # the tensors of the files, if they are read already

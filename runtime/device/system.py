@@ -100,10 +100,9 @@ def cpu() -> Cpu:
 
 def cpu_wait_seconds() -> float | None:
     """Return the seconds, summed over threads, in which this process was ready to run but had no core, or None."""
-    # Second field of schedstat (proc(5)).
-    tasks = list((_PROC / "self/task").glob("*/schedstat"))
-    fields = [_read(path).split() for path in tasks]
-    waits = [int(words[1]) for words in fields if len(words) >= 2 and words[1].isdecimal()]
+    # Second field of schedstat (proc(5)); a thread that ended in the meantime has none.
+    tasks = [_read(path).split() for path in (_PROC / "self/task").glob("*/schedstat")]
+    waits = [int(fields[1]) for fields in tasks if fields]
     return sum(waits) / 1e9 if waits else None
 
 

@@ -284,7 +284,7 @@ class Scheduler:
                 continue
             drafts = 0
             if draft_budget is not None:
-                room = min(sequence.limit - sequence.sampled - 1, self.limits.context - end)
+                room = sequence.limit - sequence.sampled - 1  # the limit is within the context
                 drafts = draft_budget(sequence, room) if room > 0 else 0
                 if drafts and not sequence.table.reserve(end + drafts):
                     drafts = 0

@@ -80,7 +80,8 @@ def mask_bytes(plan: MemoryPlan) -> int:
 def _gpu_mask_bytes(plan: MemoryPlan) -> int:
     # Where the kernel for prompts does not attend, windows and chunks have masks: a boolean one each over the keys that
     # a pass sees, one at a time also in the dtype of activations, with keys and values repeated for all heads. Softcaps
-    # and sinks write out scores three times in fp32, for the query heads of one KV head, with a boolean mask.
+    # and sinks write out scores three times in fp32, for the query heads of one KV head, with a boolean mask. Latent
+    # attention writes out those of one head five times: those of the head before are still held.
     def keys(spec: AttentionSpec) -> int:
         return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
 
@@ -92,6 +93,8 @@ def _gpu_mask_bytes(plan: MemoryPlan) -> int:
     repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
     written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]
     scores = [keys(spec) * plan.chunk * (3 * 4 * (spec.heads // spec.kv_heads) + 1) for spec in written]
+    if any(spec.latent is not None for spec in plan.config.layer_specs):
+        scores.append(plan.context * plan.chunk * (5 * 4 + 1))
     return masks + largest + max(repeated, default=0) + max(scores, default=0)
 
 
@@ -101,8 +104,6 @@ def _cpu_mask_bytes(plan: MemoryPlan) -> int:
     config = plan.config
     capped = [spec for spec in config.attentions if spec.softcap is not None]
     scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
-    if plan.gpu and any(spec.latent is not None for spec in config.layer_specs):
-        scores = max(scores, 3 * 4)  # of one head at a time
     if plan.context == plan.chunk:
         return plan.chunk * plan.context * scores
     return plan.chunk * plan.context * (len(config.distinct_windows) + plan.value_bytes + scores)

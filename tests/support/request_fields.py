@@ -400,6 +400,7 @@ EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (RESPONSES, "top_logprobs"): (SERVED, 2),
     (RESPONSES, "metadata"): (SERVED, {"a": "b"}),
     (RESPONSES, "store"): (SERVED, True),
+    (INPUT_TOKENS, "input"): (SERVED, [{"role": "user", "content": "Hello"}, {"role": "user", "content": "there"}]),
     (INPUT_TOKENS, "tools"): (SERVED, [{"type": "function", **FUNCTION}]),
     (COUNT_TOKENS, "tools"): (SERVED, [{"name": "f", "input_schema": SCHEMA}]),
     (COUNT_TOKENS, "tool_choice"): (SERVED, {"type": "none"}),

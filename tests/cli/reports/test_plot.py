@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.reports.plot import LayerError, draw_errors, require_svg, write_errors
+from mycli.cli.reports.plot import Chart, LayerError, Point, draw_errors, require_svg, write_charts, write_errors
 from mycli.runtime.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,6 +31,23 @@ def test_every_linear_is_marked_and_more_error_is_higher() -> None:
     assert across == sorted(across) and len(set(across)) == len(across)
     colours = [mark[-1].attrib["fill"] for mark in marks]
     assert colours[0] == colours[2] != colours[1], "one colour a kind"
+
+
+@pytest.mark.parametrize("sizes", [(10.0, 40.0), (0.0, 0.0)], ids=["sizes", "zeros"])
+def test_charts_lie_below_each_other_with_all_marks_inside(tmp_path: Path, sizes: tuple[float, float]) -> None:
+    points = [Point("a", sizes[0], 1e-3, "int4"), Point("b", sizes[1], 1e-2, "int8")]
+    write_charts(tmp_path / "a.svg", [Chart("first", "size", "KL", points), Chart("second", "time", "KL", points)])
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    charts = root.findall(f"{SVG}g")
+    assert [chart.attrib["transform"] for chart in charts] == ["translate(0 0)", f"translate(0 {height / 2:.0f})"]
+    for chart in charts:
+        marks = [*chart.iter(f"{SVG}text"), *chart.iter(f"{SVG}circle")]
+        places = [[float(mark.get(name, mark.get(f"c{name}", ""))) for name in "xy"] for mark in marks]
+        assert all(0 < x < width and 0 < y < height / 2 for x, y in places)
+        first, second = (disc.attrib for group in chart.findall(f"{SVG}g") for disc in group.iter(f"{SVG}circle"))
+        assert (float(first["cx"]) < float(second["cx"])) == (sizes[0] < sizes[1])
+        assert float(first["cy"]) > float(second["cy"])
 
 
 def test_names_cannot_break_the_picture() -> None:

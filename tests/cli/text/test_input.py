@@ -113,6 +113,17 @@ def test_a_socket_and_a_file_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert asked("Summarize:") == ("Summarize:\nan essay", [])
 
 
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
+def test_what_is_written_to_a_closed_stream_goes_nowhere(closed: str, environment: dict[str, str]) -> None:
+    program = "from mycli.cli.text.input import *; prepare_streams(); sys.stderr.write('err'); "
+    program += "print('out', sys.stdin is None, flush=True)"
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode != 0) == (closed == "1>&-"), "a reply that nobody can read is no success"
+    assert done.stdout == ("" if closed == "1>&-" else "out False\n")
+    assert "out False" not in done.stderr and done.stderr.startswith("" if closed == "2>&-" else "err")
+
+
 def test_the_way_to_wait_longer_is_true(environment: dict[str, str]) -> None:
     """The command in the hint works: a prompt of words and of /dev/stdin, read once."""
     program = "from mycli.cli.text.input import *; print(read_prompt('Hi', Path('/dev/stdin'), 'strict', print))"

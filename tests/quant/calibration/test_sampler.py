@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def test_windows_are_whole_and_of_all_kinds(tokenizer: Tokenizer, mixed: Calibra
     opened = mixed.windows.unfold(1, len(turns), 1).eq(torch.tensor(turns)).all(-1).any(-1)
     assert 6 <= int(opened.sum()) <= 8, "conversations go through the model's own template"
     assert len(mixed.windows.unique()) > 500
+
+
+def test_users_and_assistants_take_turns() -> None:
+    dialogues = islice(calibration._dialogues(torch.Generator()), 60)  # all that are bundled, with passages of prose
+    roles = {tuple(message.role for message in dialogue.messages) for dialogue in dialogues}
+    assert roles == {("user", "assistant"), ("user", "assistant", "user", "assistant")}
 
 
 def test_a_seed_is_a_calibration(tokenizer: Tokenizer, mixed: Calibration) -> None:

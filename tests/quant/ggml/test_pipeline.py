@@ -65,6 +65,11 @@ def test_the_file_and_its_record(source: Source, made: Path) -> None:
     assert sorted(path.name for path in made.parent.iterdir()) == ["small.gguf", "small.mycli.json"]
 
 
+def test_calibration_windows_are_no_longer_than_a_short_context(source: Source) -> None:
+    context = open_model_folder(source.folder).config.max_context
+    assert plan_gguf(source, GgufRecipe("q4_k_m"), report="none").seq == context
+
+
 def test_an_interrupted_run_gives_the_same_bytes(
     source: Source, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

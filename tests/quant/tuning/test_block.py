@@ -33,9 +33,11 @@ pytestmark = pytest.mark.usefixtures("short_calibration_text")
 LAYER = 1
 
 
-def test_close_calls_are_the_best_single_moves() -> None:
+@pytest.mark.parametrize("size", [1, 1e-6], ids=["large-inputs", "small-inputs"])
+def test_close_calls_are_the_best_single_moves(size: float) -> None:
     """The roundings are compared with the error over a fine range of moves within one level, all others fixed."""
     weight, hessian = problem(4, 32)
+    hessian *= size
     grid = Grid(Packing(3, 32), torch.bfloat16)
     quantized = rtn.solve(weight, grid).quantized
     found = preferred_shifts(weight, quantized, grid, hessian)

@@ -133,5 +133,13 @@ def test_what_a_process_holds_grows_with_what_it_touches() -> None:
     assert without < 32 << 20
 
 
+def test_the_time_without_a_core_is_summed_over_threads(root: Path) -> None:
+    """The fields of schedstat: nanoseconds on a core, nanoseconds waiting for one, time slices."""
+    waits = {"7": "9000000000 1500000000 12\n", "8": "100 250000000 4\n", "9": ""}  # 9 has ended
+    write(root, {f"proc/self/task/{thread}/schedstat": text for thread, text in waits.items()})
+    assert machine.cpu_wait_seconds() == 1.75
+
+
 def test_without_proc_nothing_is_said(root: Path) -> None:
     assert (machine.resident(), machine.peak_resident(), machine.reset_peak()) == (0, 0, False)
+    assert machine.cpu_wait_seconds() is None

@@ -314,6 +314,18 @@ def test_prompts_and_replies_take_turns() -> None:
     assert kinds[:7] == [True, False, True, False, True, False, True] and first.sampled == 5
 
 
+@pytest.mark.parametrize(("limit", "context"), [(6, 40), (None, 8)], ids=["limit", "context"])
+def test_as_many_tokens_are_drafted_as_the_reply_may_have(limit: int | None, context: int) -> None:
+    """With all drafts accepted, the pass after the prompt's ends the reply."""
+    eager = scheduler(blocks=20, size=4, context=context)
+    sequence = eager.submit(Request((1, 2), limit=limit))
+    for expected in (None, "length" if limit else "context"):
+        (part,) = eager.schedule(lambda _, room: room)
+        tokens, reason = eager.advance(part, [0] * (1 + part.drafts))
+        assert len(tokens) == 1 + part.drafts and reason == expected
+    assert sequence.sampled == sequence.limit
+
+
 def test_the_newest_gives_way_and_goes_on_later() -> None:
     """G40: both sequences need their last block in the same pass."""
     tight = scheduler(blocks=4, size=2, context=8)

@@ -9,8 +9,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
-from mycli.runtime.kernels.recurrent import DELTA_CHUNK, DeltaSizes, Runs, convolve, delta_rule, gated_norm
+from mycli.runtime.kernels.cpu.recurrent import (
+    native_convolve,
+    native_delta_rule,
+    native_gated_norm,
+    native_group_norm,
+    native_scan,
+)
+from mycli.runtime.kernels.recurrent import (
+    DELTA_CHUNK,
+    DeltaSizes,
+    Runs,
+    ScanSizes,
+    convolve,
+    delta_rule,
+    gated_norm,
+    group_norm,
+    scan,
+)
 from tests.support.random_tensors import normal
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -83,6 +99,24 @@ def test_the_native_delta_rule(sizes: DeltaSizes, dtype: torch.dtype) -> None:
     assert torch.equal(ours[0], state[0]) and torch.equal(ours[4], state[4]), "a run without rows, and nobody's"
 
 
+def scan_case(sizes: ScanSizes, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Any, ...]:
+    x = normal(rows, sizes.heads * sizes.head_dim + 2 * sizes.groups * sizes.state_dim).to(dtype)
+    steps = normal(rows, sizes.heads + 5, seed=1).to(dtype)[:, 3 : 3 + sizes.heads]  # not contiguous
+    rate, dt_bias, skip = -normal(sizes.heads, seed=2).exp(), normal(sizes.heads, seed=3), normal(sizes.heads, seed=5)
+    return x, steps, rate, dt_bias, skip, normal(5, sizes.heads, sizes.state_dim, sizes.head_dim, seed=4)
+
+
+@pytest.mark.usefixtures("library")
+@DTYPES
+@pytest.mark.parametrize("sizes", [ScanSizes(6, 2, 32, 16, (0.0, torch.inf)), ScanSizes(2, 2, 16, 64, (0.1, 0.5))])
+def test_the_native_scan(sizes: ScanSizes, dtype: torch.dtype) -> None:
+    *arguments, state = scan_case(sizes, dtype)
+    ours, theirs = state.clone(), state.clone()
+    close(native_scan(*arguments, ours, RUNS, sizes), scan(*arguments, theirs, RUNS, sizes), 4e-6)
+    close(ours, theirs, 4e-6)
+    assert torch.equal(ours[0], state[0]) and torch.equal(ours[4], state[4]), "a run without rows, and nobody's"
+
+
 @pytest.mark.usefixtures("library")
 @DTYPES
 @pytest.mark.parametrize("silu", [True, False], ids=["silu", "plain"])
@@ -104,6 +138,15 @@ def test_the_native_gated_norm(heads: int, size: int, dtype: torch.dtype) -> Non
     gain = normal(size, seed=2).to(dtype)
     for silu in (True, False):
         close(native_gated_norm(x, gain, 1e-6, gate, silu), gated_norm(x, gain, 1e-6, gate, silu))
+
+
+@pytest.mark.usefixtures("library")
+@DTYPES
+@pytest.mark.parametrize("groups, size", [(1, 16), (3, 48)])
+def test_the_native_norm_of_groups(groups: int, size: int, dtype: torch.dtype) -> None:
+    x, gate = normal(7, groups * size).to(dtype), (normal(7, groups * size + 16, seed=1) * 8).to(dtype)[:, 16:]
+    gain = normal(groups * size, seed=2).to(dtype)
+    close(native_group_norm(x, gain, 1e-6, gate, groups), group_norm(x, gain, 1e-6, gate, groups))
 
 
 def test_the_convolution_is_that_of_torch() -> None:
@@ -159,6 +202,10 @@ def test_what_the_native_code_does_not_take() -> None:
     assert isinstance(native_convolve(x, weight, None, before, one, False), Tensor)
     assert isinstance(native_convolve(x, weight[:3], None, before, one, False), Declined)
     assert isinstance(native_convolve(x, weight, None, before, Runs((0, 4), (2,)), False), Declined)
+    scanned = ScanSizes(2, 1, 16, 16, (0.0, torch.inf))
+    *arguments, states = scan_case(scanned, rows=4)
+    for runs, spoiled in ((Runs((0, 4), (5,)), states), (one, states[:, :1]), (one, states.double())):
+        assert isinstance(native_scan(*arguments, spoiled, runs, scanned), Declined)
 
 
 def test_gradients_pass_the_twins() -> None:

@@ -66,6 +66,19 @@ def test_routes_are_the_twins(tokens: int, experts: int, share: float, normalize
     assert not normalized or torch.allclose(ours.weights.sum(-1), torch.ones(tokens))
 
 
+def test_parts_of_a_route_have_each_pair_once() -> None:
+    route = reference.route(scores(7, 6), RoutingSpec(2, normalize=True))
+    assert len(route.hit) >= 5
+    pairs = []
+    for places in ([0, 3], [4, 1], [2, *range(5, len(route.hit))]):
+        part, indices = route.part(places)
+        assert part.hit == [route.hit[place] for place in places]
+        assert all(torch.equal(part.of(expert), route.of(expert)) for expert in part.hit)
+        assert torch.equal(part.tokens, route.tokens[indices])
+        pairs += indices.tolist()
+    assert sorted(pairs) == list(range(len(route.tokens)))
+
+
 def test_a_route_sends_each_token_to_its_highest_scores() -> None:
     """The expected route is written out for three tokens: pairs by expert, then by token; weights by rank."""
     route = native_route(

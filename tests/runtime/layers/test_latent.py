@@ -1,13 +1,15 @@
 """Test latent attention: the kernel against its reference, absorbed against expanded products, published FP8 blocks."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mycli.runtime.cache.kv_cache import PACKED, Stored
+from mycli.runtime.cache.batch import Batch, Chunk
+from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
@@ -16,7 +18,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.latent import native_latent_attention
 from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.kernels.registry import prepare_product
-from mycli.runtime.layers.attention import PromptAttention
+from mycli.runtime.layers.attention import PagedAttention, PromptAttention
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.rope import Rope
@@ -78,6 +80,31 @@ def test_absorbed_and_expanded_products_agree(case: str, tmp_path: Path) -> None
         stream = block(stream, context)
     expected = model.head(model.norm(stream)) * model.config.logit_scale
     assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("case", "queries"), [("deepseek_v3-groups-yarn", 1), ("kimi_linear-8top3", 2)])
+def test_the_memory_model_counts_the_operands_of_a_pass(case: str, queries: int, tmp_path: Path) -> None:
+    """Besides those of products: queries before or after their rotation, queries and contexts in latent space."""
+    make(tmp_path, *CASES[case])
+    config = open_model_folder(tmp_path).config
+    layer, spec = next((index, spec.latent) for index, spec in enumerate(config.layer_specs) if spec.latent is not None)
+    part, chunks = LatentAttention(spec, layer), [Chunk([0] * 5, 0, (0,), 0)]
+    for linear in part.products:
+        linear.replace(torch.zeros(linear.out_features, linear.in_features))
+    for norm in filter(None, (part.q_norm, part.kv_norm)):
+        norm.weight = torch.ones(norm.spec.size)
+    attention = PagedAttention(Batch.of(chunks, 16, FP32.device), KVCache(config, 1, 16, FP32.device, torch.float32))
+    steps = part.inner(
+        torch.zeros(1, 5, config.hidden_size),
+        PassContext(Rope(config, 16, FP32.device, torch.float32).rows(chunks), attention),
+    )
+    counted, output = -config.hidden_size, None
+    with suppress(StopIteration):
+        while True:
+            linear, x = steps.send(output)
+            output = linear(x)
+            counted += x.shape[-1] + output.shape[-1]
+    assert spec.forward_values() == counted + queries * spec.heads * spec.head_dim + 2 * spec.heads * spec.rank
 
 
 def test_packed_keys_and_values_are_absorbed_exactly(tmp_path: Path) -> None:

@@ -166,6 +166,10 @@ def test_on_a_gpu_only_windows_and_written_scores_need_a_mask_without_the_kernel
     assert mask_bytes(capped) == both + 2048 * 8192 * (3 * 4 * 2 + 1)
 
 
+def test_latent_attention_on_a_gpu_writes_out_the_scores_of_one_head() -> None:
+    assert mask_bytes(plan("DeepSeek-V2-Lite", context=8192, gpu=True)) == 2048 * 8192 * (5 * 4 + 1)
+
+
 def test_capped_scores_are_those_of_the_layer_with_the_most_query_heads_per_kv_head() -> None:
     base = plan("Llama-3.1-8B", context=512)
 

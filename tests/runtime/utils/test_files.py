@@ -44,13 +44,13 @@ def holder(path: Path) -> "subprocess.Popen[str]":
 
 
 def test_modes_are_private_or_follow_the_umask(tmp_path: Path) -> None:
-    old = os.umask(0o027)
+    old = os.umask(0o002)
     try:
         write_atomic(tmp_path / "open", b"a")
         write_atomic(tmp_path / "private", b"b", private=True)
     finally:
         os.umask(old)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "private")] == [0o640, 0o600]
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "private")] == [0o664, 0o600]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["open", "private"]
 
 

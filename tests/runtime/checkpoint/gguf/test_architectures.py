@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next
+from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
 
 FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.json").read_text())
@@ -57,6 +58,33 @@ def test_the_converters_names_are_read(name: str) -> None:
     rotated, expected = ([rope.dim for rope in config.distinct_ropes] for config in (folder.config, original))
     assert rotated == expected
     assert folder.config.windows == original.windows or not any(folder.config.windows)
+
+
+# To these keys the converter gives other values, which make no difference to the logits.
+OTHER_VALUES = {
+    *(f"{name}.context_length" for name in ("granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")),  # 2^20
+    *("nemotron_h.rope.dimension_count", "nemotron_h_moe.rope.dimension_count"),  # of models without a rope
+    *("qwen35.rope.dimension_sections", "qwen35moe.rope.dimension_sections"),  # of image positions
+    *("kimi-linear.attention.value_length", "bailingmoe3.attention.value_length"),  # value_length_mla counts
+    "ernie4_5-moe.expert_shared_feed_forward_length",  # divided by the number of key heads
+    "gemma4.attention.head_count_kv",  # one number where all layers are alike
+    "granitehybrid.expert_used_count",  # of a model without experts
+    "llama4.feed_forward_length",  # of dense layers, which the model does not have
+    "phi3.rope.scaling.original_context_length",  # of a model without scaling
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_keys_written_are_the_converters(name: str) -> None:
+    """Each writes some keys that the other does not."""
+    config, keys = FACTS[name]["config"], FACTS[name]["keys"]
+    model = parse_config(Fields(config, "config.json"))
+    architecture = written_architecture(model, name if name in MULTIMODAL_NAMES else "")
+    written = architecture.metadata(model)
+    both = (written.keys() & keys.keys()) - OTHER_VALUES
+    assert architecture.name == keys["general.architecture"] and len(both) > 5
+    for key in both:
+        assert written[key] == pytest.approx(keys[key]), key
 
 
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:

@@ -199,6 +199,14 @@ def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: st
     assert reason in str(decline_config(replace(config, build_layer=declare)))
 
 
+def test_an_int4_cache_needs_heads_that_are_rotated_whole_or_not_at_all() -> None:
+    assert decline_config(CONFIG, "int4") is None
+    partial = config_of(Case({"partial_rotary_factor": 0.5}, family="GLM-4-9B-0414"))
+    assert decline_config(partial) is None and "int4-partial-rotation" in str(decline_config(partial, "int4"))
+    some = config_of(Case({"no_rope_layers": [1, 0]}, family="SmolLM3-3B"))
+    assert decline_config(some, "int4") is None
+
+
 def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None:
     wide, _ = models(replace(MIXED[2], bits=8))
     for spoil, reason in (

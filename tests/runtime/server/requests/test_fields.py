@@ -1,6 +1,10 @@
 """Test that every request field of other servers is supported, refused by name, or irrelevant to the reply."""
 
+import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +16,13 @@ from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.requests import fields
 from mycli.runtime.server.requests.schemas import Sampling
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
+from tests.support.paths import PICO
 from tests.support.request_fields import (
     CHAT,
     COUNT_TOKENS,
@@ -142,6 +149,23 @@ def test_llama_cpps_words_of_tokenization(answering: Served) -> None:
     plain = answering.ask("POST", TOKENIZE, {"content": "Hello <|im_end|>", "parse_special": False}).json["tokens"]
     assert len(ids) < len(plain) == len(answering.ask("POST", TOKENIZE, {"prompt": "Hello <|im_end|>"}).json["tokens"])
     assert answering.ask("POST", DETOKENIZE, {"tokens": plain}).json["content"] == "Hello <|im_end|>"
+
+
+def test_the_start_token_is_vllms_default_and_not_llama_cpps(loaded: LoadedModel, tmp_path: Path) -> None:
+    shutil.copy(PICO / "tokenizer_config.json", tmp_path)
+    tokenizer, start = json.loads((PICO / "tokenizer.json").read_text()), "<|im_start|>"
+    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    text = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    known = {start: {"id": start, "ids": [ids[start]], "tokens": [start]}}
+    tokenizer["post_processor"] = {"type": "TemplateProcessing", "single": text, "pair": text, "special_tokens": known}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with serving(replace(loaded, tokenizer=Tokenizer.load(tmp_path, 4096)), ScriptedEngine(lambda _: [])) as served:
+
+        def starts(body: dict[str, Any]) -> bool:
+            return bool(served.ask("POST", TOKENIZE, body).json["tokens"][0] == ids[start])
+
+        assert starts({"prompt": "Hello"}) and not starts({"prompt": "Hello", "add_special_tokens": False})
+        assert starts({"content": "Hello", "add_special": True}) and not starts({"content": "Hello"})
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:

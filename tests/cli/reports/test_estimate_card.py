@@ -1,0 +1,20 @@
+"""Test that the parts of an estimate add up to its totals."""
+
+from mycli.cli.reports.estimate_card import EstimateSubject, estimate_json
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.probe import Target
+from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.utils.units import GIB
+from tests.support.paths import PICO
+
+
+def test_the_parts_of_the_workspace_are_its_total() -> None:
+    folder = open_model_folder(PICO)
+    subject = EstimateSubject(
+        "pico", folder, MemoryPlan(folder.config), Target("cpu", "CPU", False, GIB), PackingScheme()
+    )
+    answer = estimate_json(subject, None)
+    parts = answer["workspace_bytes"]
+    assert sum(parts.values()) == answer["bytes"]["workspace"] > 0
+    assert parts["kept"] > 0, "the name that scripts read"
