@@ -119,7 +119,7 @@ def test_what_is_written_to_a_closed_stream_goes_nowhere(closed: str, environmen
     program += "print('out', sys.stdin is None, flush=True)"
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert (done.returncode != 0) == (closed == "1>&-"), "a reply that nobody can read is no success"
+    assert (done.returncode != 0) == (closed == "1>&-"), "a reply that cannot be written is an error"
     assert done.stdout == ("" if closed == "1>&-" else "out False\n")
     assert "out False" not in done.stderr and done.stderr.startswith("" if closed == "2>&-" else "err")
 

@@ -96,7 +96,7 @@ def test_the_native_delta_rule(sizes: DeltaSizes, dtype: torch.dtype) -> None:
     ours, theirs = state.clone(), state.clone()
     close(native_delta_rule(*given, ours, RUNS, sizes), delta_rule(*given, theirs, RUNS, sizes), 4e-6)
     close(ours, theirs, 4e-6)
-    assert torch.equal(ours[0], state[0]) and torch.equal(ours[4], state[4]), "a run without rows, and nobody's"
+    assert torch.equal(ours[0], state[0]) and torch.equal(ours[4], state[4]), "states without rows to add stay"
 
 
 def scan_case(sizes: ScanSizes, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def test_the_native_scan(sizes: ScanSizes, dtype: torch.dtype) -> None:
     ours, theirs = state.clone(), state.clone()
     close(native_scan(*arguments, ours, RUNS, sizes), scan(*arguments, theirs, RUNS, sizes), 4e-6)
     close(ours, theirs, 4e-6)
-    assert torch.equal(ours[0], state[0]) and torch.equal(ours[4], state[4]), "a run without rows, and nobody's"
+    assert torch.equal(ours[0], state[0]) and torch.equal(ours[4], state[4]), "states without rows to add stay"
 
 
 @pytest.mark.usefixtures("library")

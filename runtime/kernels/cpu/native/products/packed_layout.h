@@ -64,7 +64,8 @@ enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
 constexpr int64_t SUPER_BLOCK = 256;  // inputs that share a factor of their scales
 constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a panel's stream
-// The same for few rows, which do little work per byte. Zen 4 has bf16 dot products but no AVX-VNNI.
+// The same for few rows, which do little work per byte; BYTE_CODES_AHEAD: of codes of 8 bits, which Zen 4 (bf16 dot products without
+// AVX-VNNI) reads faster without.
 #if defined(BF16_DOT) && !defined(__AVXVNNI__)
 constexpr int64_t FAR_AHEAD = 4096, BYTE_CODES_AHEAD = 0;
 #else
