@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -172,11 +172,10 @@ def evaluate_each(
             streams = [streams[0]] * len(models) + streams[1:]
         trim_heap(mmap_threshold=4 << 20)  # scores lie between slices of logits, so malloc could never return those
         for index, tokens in enumerate(part):
-            for model, stream, rows in zip(models, streams, scores, strict=False):  # the last stream is the reference's
-                compared = [(model, stream)] if reference is None else [(model, stream), (reference, streams[-1])]
-                rows.append(
-                    _score([scored for scored, _ in compared], [hidden[index] for _, hidden in compared], tokens)
-                )
+            inputs = [(model, stream[index]) for model, stream in zip(models, streams, strict=False)]
+            compared = None if reference is None else (reference, streams[-1][index])
+            for score, rows in zip(_score(inputs, compared, tokens), scores, strict=True):
+                rows.append(score)
             progress("windows", len(scores[0]), windows)
         trim_heap()
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
@@ -223,24 +222,47 @@ def measure_heads(
 
 
 @torch.no_grad()
-def _score(models: Sequence[ScoredModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
-    parts: list[dict[str, Tensor]] = []
+def _score(
+    models: Sequence[tuple[ScoredModel, Tensor]], reference: tuple[ScoredModel, Tensor] | None, tokens: Tensor
+) -> list[dict[str, Tensor]]:
+    """Score models with their hidden states of one window; what the reference predicts is computed once for all."""
+    rows = max(1, LOGITS_AT_ONCE // models[0][0].config.vocab_size)
+    parts: list[list[dict[str, Tensor]]] = [[] for _ in models]
     for start in range(0, len(tokens) - 1, rows):
         end = min(start + rows, len(tokens) - 1)
         targets = tokens[start + 1 : end + 1].unsqueeze(1)
-        logs = [_log_probabilities(model, stream[start:end]) for model, stream in zip(models, streams, strict=True)]
-        chosen = [log.gather(1, targets.to(log.device)).squeeze(1).cpu() for log in logs]
-        part = {"nll": -chosen[0]}
-        if len(logs) == 2:
-            ours, theirs = logs[0], logs[1].to(logs[0].device)
-            part["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
-            exponential = portable_math.exponential if models[0].placement.portable else torch.exp
-            part["dp"] = (exponential(chosen[0].double()) - exponential(chosen[1].double())).float()
-            part["reference_nll"] = -chosen[1]
-            part["kl"] = _portable_kl(ours, theirs) if models[0].placement.portable else _kl(ours, theirs)
-        parts.append(part)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        theirs = None if reference is None else _Predicted.of(*reference, slice(start, end), targets)
+        likeliest = None if theirs is None else theirs.logs.argmax(1).cpu()
+        for (model, stream), scores in zip(models, parts, strict=True):
+            ours = _Predicted.of(model, stream, slice(start, end), targets)
+            part = {"nll": -ours.chosen}
+            if theirs is not None:
+                part["same"] = (ours.logs.argmax(1).cpu() == likeliest).float()
+                part |= _compared(ours, theirs, model.placement.portable)
+            scores.append(part)
+    return [{name: torch.cat([part[name] for part in scores]) for name in scores[0]} for scores in parts]
+
+
+class _Predicted(NamedTuple):
+    """Log-probabilities fp32 [rows, vocabulary], and those of the actual tokens [rows] on the host."""
+
+    logs: Tensor
+    chosen: Tensor
+
+    @classmethod
+    def of(cls, model: ScoredModel, stream: Tensor, rows: slice, targets: Tensor) -> "_Predicted":
+        logs = _log_probabilities(model, stream[rows])
+        return cls(logs, logs.gather(1, targets.to(logs.device)).squeeze(1).cpu())
+
+
+def _compared(ours: _Predicted, theirs: _Predicted, portable: bool) -> dict[str, Tensor]:
+    exponential = portable_math.exponential if portable else torch.exp
+    # Overwrites the log-probabilities of `ours`.
+    return {
+        "dp": (exponential(ours.chosen.double()) - exponential(theirs.chosen.double())).float(),
+        "reference_nll": -theirs.chosen,
+        "kl": (_portable_kl if portable else _kl)(ours.logs, theirs.logs.to(ours.logs.device)),
+    }
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from mycli.runtime.cache.kv_cache import Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.device.system import reuse_freed_memory, trim_heap
 from mycli.runtime.engine.loading.activations import activation_choice
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
@@ -188,9 +189,11 @@ class StreamedModel:
         self, block: Block, stream: Tensor, context: PassContext, side_inputs: SideInputs | None = None
     ) -> None:
         """Run `stream` [windows, context, hidden] through a layer, in place."""
+        reuse_freed_memory()
         for windows in self.batches(stream):
             batch = context if side_inputs is None else side_inputs.add_to(context, windows)
             stream[windows].copy_(block(stream[windows].to(self.placement.device), batch))
+        trim_heap()
 
     def normed(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self.placement.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mycli.quant.layer_streaming import SideInputs, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
-from mycli.runtime.device.system import trim_heap
+from mycli.runtime.device.system import reuse_freed_memory, trim_heap
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu.rounded import is_rounding
 from mycli.runtime.kernels.routed import Route
@@ -180,9 +180,11 @@ def _expert_input(part: Experts, linear: Linear, x: Tensor, context: PassContext
 def finish_block(model: StreamedModel, state: ObservedBlock, context: PassContext) -> None:
     """Advance the stream out of a block whose weights became final after the last part was entered."""
     stream, last = state.streams[0], len(state.block.parts) - 1
+    reuse_freed_memory()
     for windows in model.batches(stream):
         x = state.streams[-1][windows].to(model.placement.device)
         stream[windows] = state.left(last, windows, x, state.context(context, windows)).to(stream.device)
+    trim_heap()
 
 
 def observe(
@@ -219,6 +221,7 @@ def observe_each(
     Only one copy of a mixture can be observed at a time: its router decides which tokens of the original count.
     """
     sums = [_Sums.of(subject, product, model, original is not None) for subject in subjects]
+    reuse_freed_memory()
     for windows in model.batches(subjects[0].block.streams[0]):
         y = None
         for subject, total in zip(subjects, sums, strict=True):

@@ -50,6 +50,9 @@ class Stored:
             return self.data.to(dtype)
         return self.data.to(dtype).mul_(self.scales.unsqueeze(-1).to(dtype))
 
+    def contiguous(self) -> "Stored":
+        return Stored(self.data.contiguous(), None if self.scales is None else self.scales.contiguous())
+
     def last(self, count: int) -> "Stored":
         return Stored(self.data[:, :, -count:], None if self.scales is None else self.scales[:, :, -count:])
 

@@ -125,14 +125,31 @@ def reset_peak() -> bool:
     return True
 
 
+# Options of mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+
 def trim_heap(mmap_threshold: int = 32 << 20) -> None:
     """Call `release_free_memory`, and return freed blocks of `mmap_threshold` bytes or more immediately from now on."""
-    # glibc caches smaller blocks in fragments (M_MMAP_THRESHOLD of mallopt(3)).
+    # glibc caches smaller blocks in fragments.
+    _set_thresholds(mmap_threshold, 64 << 20)
+    release_free_memory()
+
+
+def reuse_freed_memory() -> None:
+    """Keep freed blocks of every size for later allocations, until `trim_heap`: for loops of equal allocations.
+
+    A new block costs a page fault for each 4 KiB: a third of the time of a product with 40 MB of outputs.
+    """
+    _set_thresholds(1 << 30, (1 << 31) - 1)
+
+
+def _set_thresholds(mmap: int, trim: int) -> None:
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):  # musl has none
-            library.mallopt(-3, mmap_threshold)
-            release_free_memory()
+            library.mallopt(_MMAP_THRESHOLD, mmap)
+            library.mallopt(_TRIM_THRESHOLD, trim)
 
 
 def release_free_memory() -> None:

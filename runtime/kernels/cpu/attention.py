@@ -73,6 +73,10 @@ def attend_cached(
 ) -> Tensor | Declined:
     """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim]."""
     # The new tokens are the last of keys and values, so that `window` says what `mask` would.
+    if not query.is_cpu:
+        return _NOT_CPU
+    if keys.data.stride(2) != keys.data.shape[3]:  # token by token, as projections return them
+        keys, values = keys.contiguous(), values.contiguous()
     batch, tokens, _, head_dim = query.shape
     # Starts, lengths and one block per sequence; making tensors would take as long as attention over a hundred
     # positions.
