@@ -84,6 +84,7 @@ REMEDIES: Mapping[str, str] = {
     "keep-head": "omit --head, or --head keep",
     "other-group": "use --group {group}",
     "larger-target-or-group": "use a larger --target-bpw, or a larger --group",
+    "tune-codes": "use --tune --tune-codes",
     "tune-with-data": "use --method {method} --tune",
     "hessian-method": "use --method {method} --hessian model",
     "other-calibration-text": "try another calibration text: --calib FILE",

@@ -36,7 +36,7 @@ from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks,
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.solving.tensorwise import quantize_tensors
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tuning.end_to_end import tune_scales
+from mycli.quant.tuning.end_to_end import tune_model
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -229,9 +229,11 @@ class _Copy:
         return CopyTask(blocks, self._blocks.append if self.work.recipe.tune else sink, self.finished)
 
     def tune(self, model: StreamedModel, windows: Tensor, progress: ReportProgress) -> None:
-        """Tune the scales and gains of all blocks, write them and drop them: they are the codes of a whole model."""
-        dtype = torch_dtype(model.config.dtype)
-        tuned = tune_scales(model, self._blocks, self.output.packings, dtype, windows, self.work.recipe.seed, progress)
+        """Tune all blocks together, write them and drop them: they are the codes of a whole model."""
+        dtype, recipe = torch_dtype(model.config.dtype), self.work.recipe
+        tuned = tune_model(
+            model, self._blocks, self.output.packings, dtype, windows, recipe.seed, progress, codes=recipe.tune_codes
+        )
         self._blocks.clear()
         for block in tuned.blocks:
             self.output.write_block(block)

@@ -48,7 +48,7 @@ class Recipe:
     `target_bpw`: mean bits per quantized weight, scales included; `widths` then holds the bits of each product of each
     block in order of execution (see `mixed_precision`) and replaces `bits`. `tune`: train codes and scales of
     each block once it is solved (`quant.tuning.block`), and scales and gains of all at the end
-    (`quant.tuning.end_to_end`).
+    (`quant.tuning.end_to_end`), with `tune_codes` their codes too.
 
     Raises UsageError for values that do not fit together.
     """
@@ -64,6 +64,7 @@ class Recipe:
     target_bpw: float | None = None
     widths: tuple[int, ...] | None = None
     tune: bool = False
+    tune_codes: bool = False  # only with `tune`
     hessian: Hessian = "layer"  # errors count by the outputs of their layer, or of the model
 
     def __post_init__(self) -> None:
@@ -88,6 +89,8 @@ class Recipe:
         if self.hessian == "model" and not spec.takes_output_moments:
             message = f"method {self.method} has no Hessian of the whole model"
             raise UsageError(message, code="hessian-method", data={"method": solvers.DEFAULT})
+        if self.tune_codes and not self.tune:
+            raise UsageError("codes of the whole model are trained only where blocks are", code="tune-codes")
         if self.tune and not self.needs_data:
             raise UsageError(
                 f"tuning needs calibration data, which method {self.method} does not use",
@@ -119,6 +122,7 @@ class Recipe:
         head = "" if self.head == "auto" else f"-head-{self.head}"
         tuned = "-model" if self.hessian == "model" else ""
         tuned += "-tuned" if self.tune else ""
+        tuned += "-codes" if self.tune_codes else ""
         if len(self.solver_spec.bits) == 1:
             return f"{self.solver}{scales}-g{self.group}"
         packing = Packing(self.bits, self.group).name

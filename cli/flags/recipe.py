@@ -109,6 +109,14 @@ class RecipeFlags:
     tune: Annotated[
         bool, options.flag("--tune", "Then train against the original model, by block and end to end; 10 times slower.")
     ] = False
+    tune_codes: Annotated[
+        bool,
+        options.flag(
+            "--tune-codes",
+            "As --tune, but train codes end to end too, with 20 bytes of memory for each weight; for 2 and 3 bits with"
+            " 256 windows or more.",
+        ),
+    ] = False
 
     def resolve(self) -> Recipe:
         """Return the recipe. Raises UsageError for unsupported values."""
@@ -130,7 +138,8 @@ class RecipeFlags:
             seq=self.seq,
             seed=self.seed,
             target_bpw=self.target_bpw,
-            tune=self.tune,
+            tune=self.tune or self.tune_codes,
+            tune_codes=self.tune_codes,
             hessian=options.choice("--hessian", self.hessian, ("layer", "model")),
         )
 
@@ -143,7 +152,7 @@ class RecipeFlags:
         if self.format == "folder":
             raise UsageError("--format folder excludes GGUF types and --target-size", "use --format gguf")
         plain = RecipeFlags()
-        for flag in ("method", "target_bpw", "group", "scales", "head", "tune", "hessian"):
+        for flag in ("method", "target_bpw", "group", "scales", "head", "tune", "tune_codes", "hessian"):
             if getattr(self, flag) != getattr(plain, flag):
                 name = f"--{flag.replace('_', '-')}"
                 raise UsageError(f"{name} does not apply to GGUF, whose types decide it", f"omit {name}")

@@ -31,7 +31,7 @@ def steps(work: "QuantizationPlan") -> list[str]:
     steps.append(
         f"{solver} in {blocks} blocks on {recipe.samples} windows of {work.seq} tokens" if recipe.needs_data else solver
     )
-    steps += ["tune the result"] if recipe.tune else []
+    steps += ["tune the result, codes included" if recipe.tune_codes else "tune the result"] if recipe.tune else []
     steps += ["choose the bits of the output head"] if work.chooses_head else []
     if tokens := measured_tokens(work.report):
         steps.append(f"measure the quality on {tokens} tokens")

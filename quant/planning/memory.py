@@ -59,6 +59,7 @@ class QuantizationWork:
     measured: int  # tokens of the report
     context: int  # of a window of the report
     sensitivity_tokens: int = 0  # for choosing widths
+    tunes_codes: bool = False  # of all blocks, end to end
     output_moments: bool = False  # of gradients, for Hessians of the whole model
     keeps_inputs: bool = False  # of the last product of a part, in bf16, if there is room
 
@@ -69,7 +70,7 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     if work.output_moments:
         stages.append(_output_moments(work, at_once))
     if work.tunes:
-        stages += [_tuning_block(work), _tuning_scales(work)]
+        stages += [_tuning_block(work), _tuning_model(work)]
     if work.sensitivity_tokens:
         stages.append(_sensitivity(work, at_once))
     if work.measured:
@@ -271,7 +272,7 @@ def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 
-def _tuning_scales(work: QuantizationWork) -> tuple[int, int]:
+def _tuning_model(work: QuantizationWork) -> tuple[int, int]:
     # See `quant.tuning.end_to_end`: all codes as bytes, scales with gradients, moments and best values so far, one
     # block's weights while they are differentiated, and the stream of a batch at every block.
     config = work.config
@@ -288,6 +289,8 @@ def _tuning_scales(work: QuantizationWork) -> tuple[int, int]:
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (1 + ("lm_head" in work.packings))
     block = 5 * _FLOAT * _weights(_largest(config))
+    if work.tunes_codes:  # each as a level, its gradient, two moments and the best level so far
+        codes += 5 * _FLOAT * codes
     resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL  # writing the blocks leaves _SMALL behind
     streams = _FLOAT * work.tokens * config.hidden_size
     training = _FLOAT * tokens * trained_values(_largest(config))

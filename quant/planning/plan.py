@@ -127,6 +127,7 @@ def plan_quantization(
         seq=seq,
         transforms=recipe.transform is not None,
         tunes=recipe.tune,
+        tunes_codes=recipe.tune_codes,
         measured=measured_tokens(report),
         context=min(REPORT_CONTEXT, config.max_context),
         output_moments=recipe.hessian == "model",
@@ -150,6 +151,7 @@ def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
         samples=min(work.recipe.samples, COPY_WINDOWS),
         head="keep",
         tune=False,
+        tune_codes=False,
         hessian="layer",
     )
     return plan_quantization(work.source, low, work.text, folder=work.folder, report="none", gpu=gpu)

@@ -1,8 +1,9 @@
-"""Trains scales and gains of a whole quantized model to predict what the original predicts; codes stay."""
+"""Trains scales, gains and, optionally, codes of a whole quantized model to predict what the original predicts."""
 
 # The loss is the mean KL(P || Q) over calibration tokens, P the original's distribution, Q the quantized model's (arXiv
 # 2407.11062, with the original as teacher instead of the text). Codes and one block's weights are in memory.
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,18 @@ from mycli.quant.output.work_folder import Solved
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, dequantize_codes
-from mycli.quant.tuning.loop import train
+from mycli.quant.tuning.loop import count_steps, train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.vocabulary import finish_logits
 from mycli.runtime.quantization.scheme import Packing
 
-SCALE_EPOCHS = 4
+EPOCHS = 4
 RATE = 1e-3  # of Adam, in shares of a scale
+# A level moves by its rate in every step; if only by chance, its way grows with the root of their number. This factor
+# keeps that way short of the half step that changes a code, so that codes fit the model, not the calibration windows.
+CODE_NOISE = 0.15
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,21 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 class _Student:
     def __init__(
-        self, model: StreamedModel, blocks: Sequence[Solved], packings: Mapping[str, Packing], scale_dtype: torch.dtype
+        self,
+        model: StreamedModel,
+        blocks: Sequence[Solved],
+        packings: Mapping[str, Packing],
+        scale_dtype: torch.dtype,
+        codes: bool,
     ) -> None:
         self._model = model
         self.blocks: list[TunableBlock] = []
         for index in range(model.config.layers):
             block = model.block(index)
             restore(block, blocks[index].changed)
-            self.blocks.append(TunableBlock(block, blocks[index], packings, scale_dtype, model.stored_dtype))
+            linears = blocks[index].linears
+            shifts = {name: torch.zeros(each.codes.shape) for name, each in linears.items()} if codes else None
+            self.blocks.append(TunableBlock(block, blocks[index], packings, scale_dtype, model.stored_dtype, shifts))
         self.norm = model.final_norm()
         named = self.norm.spec.name is not None
         self.gain = TunableGain(self.norm, model.stored_dtype(self.norm.tensor)) if named else None
@@ -89,6 +100,9 @@ class _Student:
         gains = [] if self.gain is None else [self.gain.change]
         return [leaf for block in self.blocks for leaf in block.scale_changes()] + gains
 
+    def shifts(self) -> list[Tensor]:
+        return [shift for block in self.blocks for shift in block.shifts()]
+
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         context = self._model.context(tokens.shape[1], exact=True)
         x = self._model.embed(tokens).to(self._model.placement.device).requires_grad_(torch.is_grad_enabled())
@@ -99,7 +113,7 @@ class _Student:
         return finish_logits(self._head(self.norm(x)), self._model.config).log_softmax(-1)
 
 
-def tune_scales(
+def tune_model(
     model: StreamedModel,
     blocks: Sequence[Solved],
     packings: Mapping[str, Packing],
@@ -107,13 +121,16 @@ def tune_scales(
     windows: Tensor,
     seed: int,
     progress: ReportProgress = silent,
+    *,
+    codes: bool = False,
 ) -> Tuned:
     """Tune `blocks` of `model` (the original) and of a quantized head; one more may be returned, for the final norm.
 
-    windows int64 [samples, seq], at least `HELD_OUT_EVERY`. The same seed gives the same bytes.
+    windows int64 [samples, seq], at least `HELD_OUT_EVERY`; codes: those of the blocks are trained too. The same seed
+    gives the same bytes.
     """
     trim_heap(mmap_threshold=4 << 20)
-    student = _Student(model, blocks, packings, scale_dtype)
+    student = _Student(model, blocks, packings, scale_dtype, codes)
     target = model.hidden(windows)
 
     def loss(rows: Tensor) -> Tensor:
@@ -124,7 +141,9 @@ def tune_scales(
 
     at_once = min(BATCH, max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size)))
     device = model.placement.device
-    gain = train([(student.leaves(), RATE)], loss, len(windows), at_once, SCALE_EPOCHS, seed, device, progress)
+    code_rate = CODE_NOISE / math.sqrt(count_steps(len(windows), EPOCHS))
+    rates = [(student.leaves(), RATE), (student.shifts(), code_rate)]
+    gain = train(rates, loss, len(windows), at_once, EPOCHS, seed, device, progress)
     if gain.after == gain.before:
         return Tuned(list(blocks), gain)
     tuned = [block.current() for block in student.blocks]

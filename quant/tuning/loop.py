@@ -18,6 +18,11 @@ Loss = Callable[[Tensor], Tensor]  # window indices int64 [count] to their mean 
 _CHECKS = 2  # of the held-out loss per epoch
 
 
+def count_steps(windows: int, epochs: int) -> int:
+    """Return the number of steps in which `train` moves its leaves."""
+    return epochs * -(-(windows - windows // HELD_OUT_EVERY) // BATCH)
+
+
 def train(
     rates: Sequence[tuple[Sequence[Tensor], float]],
     loss: Loss,

@@ -38,7 +38,7 @@ from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
 from mycli.quant.solvers import Solution, SolverModule, SolverSpec, rtn
 from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, quantize_blocks
 from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct
-from mycli.quant.tuning.end_to_end import tune_scales
+from mycli.quant.tuning.end_to_end import tune_model
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -145,6 +145,7 @@ def table(options: argparse.Namespace, source: Path) -> None:
             "`--method gptq --hessian model`": LinearSolver("gptq", torch.bfloat16, "mse"),
             "`--method gptq --tune`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
             "`--method gptq --hessian model --tune`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
+            "`--method gptq --hessian model --tune-codes`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
         }
         plain = 0.0
         chosen = tuple(f"{end}{close}" for end in options.methods or ("",) for close in ("", "`"))
@@ -171,8 +172,9 @@ def table(options: argparse.Namespace, source: Path) -> None:
                 quantize_blocks(
                     BlockSolver(OriginalBlocks(model, shown.windows), packings, solver, outputs=outputs), blocks.append
                 )
-                if name.endswith("--tune`"):
-                    tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
+                if solver.tunes:
+                    codes = name.endswith("--tune-codes`")
+                    tuned = tune_model(model, blocks, packings, torch.bfloat16, shown.windows, seed=0, codes=codes)
                     blocks = list(tuned.blocks)
                 for block in blocks:
                     sink(block)

@@ -73,6 +73,7 @@ STAND_INS = {
     r"-n 128 --clients 1,4,8 --requests 8": "-n 16 --clients 1,4 --requests 4",
     r"--rate 0.5,1,2,4": "--rate 8 -p 32 -n 8 --requests 4 -r 1",
     r"--sweep bits=\S+ method=\S+": "--report quick --sweep bits=4 method=rtn",
+    r"--tune-codes --samples 256": "--tune-codes --samples 8 --seq 64",
     r"--samples 64 --seq 512": "--samples 8 --seq 128 --overwrite",
     r"pico(.*) --report full": r"pico-draft\1 --group 64 --method rtn --report quick",
     r"pico (?=--method nf4)": "pico-draft ",

@@ -113,6 +113,7 @@ def test_widths_and_groups_outside_the_format_are_refused(changes: dict[str, int
         ({"group": None}, "choose-block"),
         ({"head": "int8"}, "keep-head"),
         ({"tune": True}, "tune-with-data"),
+        ({"tune_codes": True}, "tune-codes"),
     ],
     ids=lambda part: part if isinstance(part, str) else "-".join(part),
 )

@@ -183,6 +183,13 @@ SLIM = {**WIDE, "hidden_size": 256, "intermediate_size": 512}  # as many bytes o
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            {**NARROW, "num_hidden_layers": 8},
+            {"group": 64, "samples": 8, "seq": 256, "tune": True, "tune_codes": True},
+            "none",
+            id="tuning-codes",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {**NARROW, "num_hidden_layers": 4},
             {"group": 64, "samples": 16, "seq": 512, "target_bpw": 4},
             "none",

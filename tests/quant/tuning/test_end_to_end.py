@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.layer_streaming import StreamedModel
@@ -13,7 +14,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
-from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_scales
+from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_model
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
@@ -28,7 +29,7 @@ SOURCE = Source("pico-draft", DRAFT, None, None)
 WINDOWS = torch.randint(0, 4096, (2 * HELD_OUT_EVERY, 24), generator=torch.Generator().manual_seed(0))
 
 
-def tune() -> tuple[list[Solved], Tuned]:
+def tune(windows: Tensor = WINDOWS, *, codes: bool = False) -> tuple[list[Solved], Tuned]:
     model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings: dict[str, Packing] = {}
     blocks = []
@@ -36,7 +37,7 @@ def tune() -> tuple[list[Solved], Tuned]:
         packing, solved = rounded(model, layer)
         packings |= packing
         blocks.append(solved)
-    return blocks, tune_scales(model, blocks, packings, torch.bfloat16, WINDOWS, seed=0)
+    return blocks, tune_model(model, blocks, packings, torch.bfloat16, windows, seed=0, codes=codes)
 
 
 def test_what_is_computed_again_has_the_gradients_it_would_have_had() -> None:
@@ -75,6 +76,21 @@ def test_kl_falls_on_windows_held_apart_and_codes_stay() -> None:
     for one, other in zip(tuned.blocks, again.blocks, strict=True):
         assert all(torch.equal(one.linears[name].scales, other.linears[name].scales) for name in one.linears)
         assert all(torch.equal(one.changed[name], other.changed[name]) for name in one.changed)
+
+
+def test_codes_are_trained_too_if_wanted_and_move_little() -> None:
+    many = torch.randint(0, 4096, (16 * HELD_OUT_EVERY, 8), generator=torch.Generator().manual_seed(0))
+    blocks, tuned = tune(many, codes=True)
+    assert 0 < tuned.kl.after < 0.98 * tuned.kl.before
+    moves = torch.cat(
+        [
+            (after.linears[name].codes.int() - before.linears[name].codes.int()).flatten()
+            for before, after in zip(blocks, tuned.blocks, strict=False)
+            for name in before.linears
+        ]
+    )
+    assert 0 < moves.ne(0).float().mean() < 0.2
+    assert moves.abs().max() == 1
 
 
 def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
