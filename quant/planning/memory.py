@@ -308,7 +308,7 @@ def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     heads = 4 if "lm_head" in work.packings else 3
     head = _FLOAT * config.vocab_size * config.hidden_size * heads // 2
     streams = min(_FLOAT * work.measured * config.stream_width * 2, STREAM_BYTES)
-    slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
+    slices = 3 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = _whole_windows(at_once, work.context)
     layer = _largest(config)

@@ -83,7 +83,7 @@ class _Student:
             block = model.block(index)
             restore(block, blocks[index].changed)
             linears = blocks[index].linears
-            shifts = {name: torch.zeros(each.codes.shape) for name, each in linears.items()} if codes else None
+            shifts = {name: torch.zeros(linear.codes.shape) for name, linear in linears.items()} if codes else None
             self.blocks.append(TunableBlock(block, blocks[index], packings, scale_dtype, model.stored_dtype, shifts))
         self.norm = model.final_norm()
         named = self.norm.spec.name is not None
