@@ -36,7 +36,7 @@ from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks,
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.solving.tensorwise import quantize_tensors
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tuning.end_to_end import tune_model
+from mycli.quant.tuning.end_to_end import can_change_codes, tune_model
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -274,9 +274,11 @@ class _Copy:
         writer.finish()
         if self.finished is not None:
             self.finished.clear()
-        notes_of_source = source_notes(work, self.calibration, "copied unquantized")
-        notes = (*notes_of_source, *result_notes(layers, self._tuning, measured))
-        return Outcome(self._target, work.size, layers, measured, notes, time.monotonic() - began)
+        notes = [*source_notes(work, self.calibration, "copied unquantized")]
+        if work.recipe.tune_codes and self.calibration is not None:
+            notes += code_notes(len(self.calibration.windows))
+        notes += result_notes(layers, self._tuning, measured)
+        return Outcome(self._target, work.size, layers, measured, tuple(notes), time.monotonic() - began)
 
 
 def _solved(copies: Sequence[_Copy], progress: ReportProgress, note: ReportNote) -> list[tuple[Layer, ...]]:
@@ -355,6 +357,11 @@ def source_notes(work: Plan, calibration: Calibration | None, mtp_head: str) -> 
     widest = max(work.config.hidden_size, work.config.intermediate_size)
     if calibration is not None and calibration.tokens < widest:
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"
+
+
+def code_notes(windows: int) -> Iterator[str]:
+    if not can_change_codes(windows):
+        yield f"training all blocks changed no codes: {pluralize(windows, 'calibration window')} are too few"
 
 
 def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, report: QualityReport) -> Iterator[str]:

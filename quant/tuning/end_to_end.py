@@ -31,8 +31,20 @@ from mycli.runtime.quantization.scheme import Packing
 EPOCHS = 4
 RATE = 1e-3  # of Adam, in shares of a scale
 # A level moves by its rate in every step; if only by chance, its way grows with the root of their number. This factor
-# keeps that way short of the half step that changes a code, so that codes fit the model, not the calibration windows.
-CODE_NOISE = 0.15
+# keeps that way short of the half step that changes a code, so that codes fit the model, not the calibration windows
+# (docs/quality.md).
+CODE_NOISE = 0.3
+
+
+def code_rate(windows: int) -> float:
+    """Return the rate of the levels' first step when `windows` calibration windows train the codes."""
+    return CODE_NOISE / math.sqrt(count_steps(windows, EPOCHS))
+
+
+def can_change_codes(windows: int) -> bool:
+    """Return whether a level that moves in one direction all the time goes farther than half a step of the grid."""
+    # Rates fall along a half cosine, so their mean is half of the first.
+    return code_rate(windows) * count_steps(windows, EPOCHS) / 2 > 0.5
 
 
 @dataclass(frozen=True)
@@ -141,8 +153,7 @@ def tune_model(
 
     at_once = min(BATCH, max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size)))
     device = model.placement.device
-    code_rate = CODE_NOISE / math.sqrt(count_steps(len(windows), EPOCHS))
-    rates = [(student.leaves(), RATE), (student.shifts(), code_rate)]
+    rates = [(student.leaves(), RATE), (student.shifts(), code_rate(len(windows)))]
     gain = train(rates, loss, len(windows), at_once, EPOCHS, seed, device, progress)
     if gain.after == gain.before:
         return Tuned(list(blocks), gain)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output.work_folder import Solved
-from mycli.quant.pipeline import quantize
+from mycli.quant.pipeline import code_notes, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
@@ -91,6 +91,14 @@ def test_codes_are_trained_too_if_wanted_and_move_little() -> None:
     )
     assert 0 < moves.ne(0).float().mean() < 0.2
     assert moves.abs().max() == 1
+
+
+def test_few_windows_change_no_codes_which_a_note_says() -> None:
+    few = WINDOWS[:HELD_OUT_EVERY]
+    assert list(code_notes(len(few))) and not list(code_notes(2 * len(few)))
+    blocks, tuned = tune(few, codes=True)
+    for before, after in zip(blocks, tuned.blocks, strict=False):
+        assert all(torch.equal(linear.codes, after.linears[name].codes) for name, linear in before.linears.items())
 
 
 def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
