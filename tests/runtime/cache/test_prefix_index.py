@@ -8,6 +8,7 @@ import pytest
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex, common_prefix_length
+from mycli.runtime.cache.state_pool import StatePool
 
 TEXT = list(range(10, 21))  # eleven tokens: two blocks of four, and three tokens
 
@@ -106,6 +107,15 @@ def test_a_block_that_others_share_is_copied_before_it_is_written() -> None:
     second.release([*TEXT, 1])
     first.release()
     assert mine.used == 0
+
+
+def test_a_branch_starts_with_a_copy_of_the_recurrent_state() -> None:
+    states = StatePool(2)
+    first = BlockTable(BlockPool(9, PrefixIndex(4, states=states)))
+    assert first.branch().state is None
+    first.allocate_state()
+    second = first.branch()
+    assert (first.state, second.state) == (0, 1) and states.take_copies() == [(0, 1)]
 
 
 def test_a_fork_that_finds_no_block_says_so_and_keeps_what_it_has() -> None:
