@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
@@ -158,6 +159,18 @@ def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
     with pytest.raises(ModelError, match=r"blk\.0\.attn_gate\.weight"):
         _folder({**FACTS[name], "tensors": tensors}).checked_manifest()
+
+
+def test_changed_values_are_read_as_they_were_written() -> None:
+    values, changed = torch.linspace(-2, 2, 9), set()
+    for known in architectures():
+        for rule in (*known.model_tensors.values(), *known.layer_tensors.values(), *known.recurrent_tensors.values()):
+            if rule.change is not None:
+                stored = rule.change.store(values)
+                assert not stored.equal(values), (known.name, rule.name)
+                assert rule.change.load(stored).allclose(values, atol=1e-6), (known.name, rule.name)
+                changed.add(rule.name)
+    assert {"input_layernorm", "linear_attn.A_log", "model.norm"} <= changed
 
 
 def test_rows_of_delta_nets_are_sorted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
