@@ -109,6 +109,15 @@ def test_a_block_that_others_share_is_copied_before_it_is_written() -> None:
     assert mine.used == 0
 
 
+@pytest.mark.parametrize(("shared", "copied"), [(1, True), (2, False)])
+def test_an_idle_block_is_copied_unless_more_than_half_matches(shared: int, copied: bool) -> None:
+    mine, text = pool(), TEXT[: 8 + 2]
+    written(mine, text).release(text)
+    table = BlockTable(mine)
+    assert table.match([*text[: 8 + shared], 99, 99]).tokens == 8 + shared
+    assert bool(mine.take_copies()) == copied and mine.index.match([*text, 99]).tokens == (10 if copied else 8)
+
+
 def test_a_branch_starts_with_a_copy_of_the_recurrent_state() -> None:
     states = StatePool(2)
     first = BlockTable(BlockPool(9, PrefixIndex(4, states=states)))
