@@ -33,6 +33,21 @@ def test_s1_the_largest_schema_has_as_many_nodes_as_the_limit() -> None:
         prepare({"properties": {**properties, "more": {}}}, strict=False, closed=True)
 
 
+NOWHERE = ("2", "x", "-1", "0/x", "", "٠", "00", "0000000009", "0" * 5000, "9" * 5000)
+
+
+@pytest.mark.parametrize("part", NOWHERE, ids=lambda part: part[:10])
+def test_a_reference_into_a_list_that_leads_nowhere_stays(part: str) -> None:
+    """Regression: an index that began with nine zeros raised IndexError."""
+
+    def schema(part: str) -> dict[str, Any]:
+        return {"anyOf": [NAMES, {}], "properties": {"a": {"title": "A", "$ref": f"#/anyOf/{part}", "minLength": 1}}}
+
+    prepared = prepare(schema(part), strict=False, closed=False)
+    assert prepared.schema == schema(part)
+    assert prepare(schema("0"), strict=False, closed=False).nodes == prepared.nodes + 2
+
+
 def test_shared_and_recursive_references_are_no_bombs() -> None:
     shared = {
         f"a{i}": {
