@@ -15,6 +15,7 @@ from openai.types import completion_create_params as text_create_params
 from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
+from pydantic import ValidationError
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.requests import fields
@@ -166,6 +167,31 @@ def test_the_start_token_is_vllms_default_and_not_llama_cpps(loaded: LoadedModel
 
         assert starts({"prompt": "Hello"}) and not starts({"prompt": "Hello", "add_special_tokens": False})
         assert starts({"content": "Hello", "add_special": True}) and not starts({"content": "Hello"})
+
+
+# The smallest and the largest value of each.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "deadline": (0.1, 86400),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_sampling_settings_end_at_their_limits(name: str) -> None:
+    low, high = RANGES[name]
+    for value in (low, high):
+        assert getattr(Sampling.model_validate({name: value}), name) == value
+    step = 1 if isinstance(low, int) and abs(high) > 10 else 0.001
+    for value in (low - step, high + step):
+        with pytest.raises(ValidationError, match=rf"{name}\n  Input should be (greater|less) than"):
+            Sampling.model_validate({name: value})
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
