@@ -40,7 +40,9 @@ def written_out(
 @pytest.mark.parametrize("softcap", [None, 0.7], ids=["uncapped", "cap0.7"])
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window5"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "start"), [(4, 2, 1, 9), (4, 4, 7, 0), (6, 1, 4, 9), (2, 2, 3, 2)], ids=str
+    ("heads", "kv_heads", "tokens", "start"),
+    [(4, 2, 1, 9), (4, 4, 7, 0), (2, 2, 2, 0), (6, 1, 4, 9), (2, 2, 3, 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "int8"])
 def test_scores_are_scaled_and_capped(
