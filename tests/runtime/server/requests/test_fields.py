@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.requests import fields
 from mycli.runtime.server.requests.schemas import Sampling
+from mycli.runtime.server.routes.messages_request import InputTool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
@@ -192,6 +193,13 @@ def test_sampling_settings_end_at_their_limits(name: str) -> None:
     for value in (low - step, high + step):
         with pytest.raises(ValidationError, match=rf"{name}\n  Input should be (greater|less) than"):
             Sampling.model_validate({name: value})
+
+
+def test_tools_of_anthropics_interface_need_a_name_and_a_schema() -> None:
+    for tool, missing in (({"name": "f"}, "input_schema"), ({"type": "custom", "input_schema": {}}, "name")):
+        with pytest.raises(ValidationError, match=f"{missing} is required"):
+            InputTool.model_validate(tool)
+    assert not InputTool.model_validate({"type": "bash_20250124"}).callable
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
