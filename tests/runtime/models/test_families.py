@@ -270,6 +270,12 @@ def test_input_source_of_a_product() -> None:
     assert told.input_source("per_layer_gate") is None and told.input_source("per_layer_projection") is None
 
 
+@pytest.mark.parametrize("model_type", ["mimo_v2_flash", "diffllama"])
+def test_values_of_another_width_than_keys_have_a_projection(model_type: str) -> None:
+    attention = parse(model_type).layer(0).attention
+    assert attention.has_v_proj and attention.projected_heads != attention.query_heads + 2 * attention.kv_heads
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
 def test_gemma_rounds_the_factor_of_its_embeddings_to_their_dtype(model_type: str) -> None:
     """The factor sqrt(72) is inexact in bf16; transformers computes it in the dtype of the embeddings."""
