@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.requests import fields
 from mycli.runtime.server.requests.schemas import Sampling
-from mycli.runtime.server.routes.messages_request import InputTool
+from mycli.runtime.server.routes.messages_request import CountRequest, InputTool, counted_spec
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
@@ -200,6 +200,19 @@ def test_tools_of_anthropics_interface_need_a_name_and_a_schema() -> None:
         with pytest.raises(ValidationError, match=f"{missing} is required"):
             InputTool.model_validate(tool)
     assert not InputTool.model_validate({"type": "bash_20250124"}).callable
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("42", "42"), (None, ""), ([{"type": "text", "text": "4"}, {"type": "text", "text": "2"}], "4\n2")],
+    ids=["text", "none", "blocks"],
+)
+def test_results_of_tools_in_anthropics_interface_are_messages(content: Any, text: str) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    talk = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    messages = counted_spec(CountRequest.model_validate({"messages": talk})).messages
+    assert [(message.role, message.content) for message in messages] == [("assistant", ""), ("tool", text)]
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
