@@ -52,7 +52,7 @@ class AddressFlags:
     grace: Annotated[
         float,
         options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
-    ] = 30.0
+    ] = ServerLimits.grace_seconds
     log_format: Annotated[
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
@@ -63,8 +63,7 @@ class AddressFlags:
     waiting: Annotated[
         int,
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
-    ] = 256
-
+    ] = ServerLimits.waiting
     extra_properties: Annotated[
         bool, options.flag("--extra-properties", "Allow JSON properties that a schema does not name.")
     ] = False

@@ -154,9 +154,9 @@ class _SuperBlock:
         gradient = (direction * self._pull[rows]).sum(0)
         curvature = (direction * (self._hessian[rows, rows] @ direction)).sum(0)
         new = multiples.nearest(old + (gradient / curvature).nan_to_num(0.0, 0.0, 0.0))
-        step = new - old
-        # Rounding to an integer multiple may overshoot, so a step counts only if the quadratic error falls.
-        new = torch.where(2 * gradient * step - curvature * step.square() > 0, new, old)
+        # Of all multiples the one nearest to the optimum has the least error, unless rounding made the curvature
+        # negative: then the quotient is no optimum.
+        new = torch.where(curvature > 0, new, old)
         self._shift(rows, direction * (new - old))
         self._multiples[group] = new
 
@@ -201,9 +201,7 @@ class _SuperBlock:
         curvature = (direction * (self._hessian @ direction)).sum(0)
         old = self._factors[index]
         new = (old + (gradient / curvature).nan_to_num(0.0, 0.0, 0.0)).to(torch.float16).float()
-        step = new - old
-        useful = torch.isfinite(new) & (2 * gradient * step - curvature * step.square() > 0)
-        step = torch.where(useful, step, 0.0)
+        step = torch.where(torch.isfinite(new) & (curvature > 0), new - old, 0.0)
         self._shift(slice(None), direction * step)
         self._factors[index] = old + step
 

@@ -63,7 +63,8 @@ def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = exact.abs().amax(-1) / 127
     codes = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).round_()
     finite = scales.isfinite()
-    return codes.nan_to_num_(0).clamp_(-127, 127).to(torch.int8), scales.where(finite, torch.nan)
+    # The rounded quotient of the largest value is 127 at most, for every fp32 number.
+    return codes.nan_to_num_(0).to(torch.int8), scales.where(finite, torch.nan)
 
 
 @dataclass(frozen=True)

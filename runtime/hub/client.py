@@ -357,6 +357,6 @@ def search_models(hub: Hub, words: str, limit: int) -> list[SearchResult]:
             size = item.object("safetensors").integer("total", 0, low=0, high=1 << 50)
             downloads = item.integer("downloads", 0, low=0, high=1 << 50)
             model_type = item.object("config").text("model_type", "")
-            gated = item.values.get("gated", False) not in (False, None)
+            gated = item.values.get("gated") not in (False, None)
             results.append(SearchResult(name, downloads, size or None, model_type or None, gated))
     return results

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.command import explain
+from mycli.cli.command import explain, subject_of
 from mycli.cli.main import GLOBAL, reorder
+from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
 from tests.support.command_line import Mycli, default_signals
 
@@ -242,3 +243,14 @@ def test_the_completion_script_is_for_mycli(mycli: Mycli) -> None:
     assert "_MYCLI_COMPLETE=complete_bash" in script and "complete -o default -F" in script
     assert os.access("/bin/bash", os.X_OK)
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_hints_are_for_a_folder_a_file_or_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copied").mkdir()
+    (tmp_path / "copied" / "a.gguf").touch()
+    assert subject_of("./copied") == Subject("./copied", fetched=False, recorded=False, single_file=False)
+    assert subject_of("copied/a.gguf") == Subject("copied/a.gguf", fetched=False, recorded=False, single_file=True)
+    assert subject_of("some/a.gguf") == Subject("some/a.gguf", fetched=True, recorded=False, single_file=False)
+    (tmp_path / "copied" / "mycli.json").touch()
+    assert subject_of("./copied").recorded

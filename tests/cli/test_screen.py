@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mycli.cli.output import Output
-from mycli.cli.text.layout import WordWrap, column_widths, fitting, width
+from mycli.cli.text.layout import WordWrap, column_widths, fitting, table_lines, width
 from mycli.cli.text.progress import show_reading
 from mycli.runtime.errors import ModelError, UsageError
 
@@ -114,3 +114,11 @@ def test_a_narrow_terminal_shows_the_columns_that_matter() -> None:
     widths = column_widths([["model", "size", "t/s"], ["a-long-name", "12.00 GiB", "12.3 ± 0.1"]])
     assert fitting(widths, (0, 2, 1), 32) == [0, 2] and fitting(widths, (0, 2, 1), 80) == [0, 1, 2]
     assert fitting(widths, (0, 2, 1), 5) == []
+
+
+def test_all_lines_of_a_table_have_one_width() -> None:
+    assert table_lines([["name", "bytes"], ["a", "12"]], {1}) == [
+        "| name | bytes |",
+        "| ---- | ----: |",
+        "| a    |    12 |",
+    ]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # few replies have logprobs
 VERSION = 2
 MAX_JOURNAL_BYTES = 64 << 20  # of all files; the oldest are removed first
 MAX_SECONDS = 24 * 3600.0  # since the last write to a file
-# Time and bytes written between two scans of the folder for old files; a scan for every request reads all entries.
-_SCAN_SECONDS, _SCAN_BYTES = 60.0, MAX_JOURNAL_BYTES // 16
+# Time, and share of the limit written, between two scans of the folder for old files: a scan reads all entries.
+_SCAN_SECONDS, _SCAN_SHARE = 60.0, 16
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUFFIX = ".jsonl"
 # Ends that follow from the tokens. A reply that was cancelled or failed has no end in the record, so it can continue.
@@ -186,7 +186,7 @@ class ReplyJournal:
 
     def _make_room(self) -> None:
         now = time.monotonic()
-        if now - self._scanned < _SCAN_SECONDS and self._since < min(_SCAN_BYTES, self._most_bytes // 16):
+        if now - self._scanned < _SCAN_SECONDS and self._since < self._most_bytes // _SCAN_SHARE:
             return
         self._scanned, self._since = now, 0
         files = sorted(self._files(), key=lambda entry: entry[1].st_mtime)

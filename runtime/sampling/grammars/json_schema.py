@@ -39,6 +39,7 @@ STRING_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # in a list (RFC 6901, section 4)
 _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
 
 
@@ -89,7 +90,7 @@ def _find(root: Any, reference: Any) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(node, Mapping) and key in node:
             node = node[key]
-        elif isinstance(node, list) and key.isdecimal() and int(key[:9]) < len(node):
+        elif isinstance(node, list) and _INDEX.fullmatch(key) and int(key) < len(node):
             node = node[int(key)]
         else:
             return None

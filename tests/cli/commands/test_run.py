@@ -3,11 +3,14 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mycli.cli.replies import generation
 from mycli.runtime.kernels.cpu.library.build import native
+from mycli.runtime.sampling.grammars.grammar import Grammar
 from tests.support.command_line import Mycli
 from tests.support.compilers import copying_compiler
 
@@ -263,3 +266,13 @@ def test_a_reply_that_its_limit_ended_says_so(mycli: Mycli) -> None:
     short = json.dumps({"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]})
     done = mycli("run", "pico", "Hi", "--schema", short, "-n", "24", "--json", *GREEDY)
     assert json.loads(done.stdout)["finish_reason"] == "stop"
+
+
+def test_errors_of_a_schema_name_where_it_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[str] = []
+    monkeypatch.setattr(Grammar, "from_schema", lambda text, source, *settings: sources.append(source))
+    model: Any = SimpleNamespace(tokenizer=None, stop_ids=frozenset())
+    run_command.GrammarFlags(json_mode=True).resolve(None, model)
+    for schema in ('{"type": "object"}', "reply.json"):
+        run_command.GrammarFlags(schema=schema).resolve('{"type": "object"}', model)
+    assert sources == ["--json-mode", "--schema", "reply.json"]

@@ -1,6 +1,8 @@
 """Test that the parts of an estimate add up to its totals."""
 
-from mycli.cli.reports.estimate_card import EstimateSubject, estimate_json
+from dataclasses import replace
+
+from mycli.cli.reports.estimate_card import EstimateSubject, estimate_json, estimate_rows
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.probe import Target
 from mycli.runtime.memory.fit import PackingScheme
@@ -18,3 +20,14 @@ def test_the_parts_of_the_workspace_are_its_total() -> None:
     parts = answer["workspace_bytes"]
     assert sum(parts.values()) == answer["bytes"]["workspace"] > 0
     assert parts["kept"] > 0, "the name that scripts read"
+
+
+def test_a_draft_has_a_row_of_its_own() -> None:
+    folder = open_model_folder(PICO)
+    plan, target = MemoryPlan(folder.config), Target("cpu", "CPU", False, GIB)
+    cards = []
+    for chosen in (plan, replace(plan, draft=plan)):
+        subject = EstimateSubject("pico", folder, chosen, target, PackingScheme())
+        cards.append(dict(estimate_rows(subject, estimate_json(subject, None))))
+    assert cards[1].keys() - cards[0].keys() == {"draft"}
+    assert cards[1]["draft"].endswith(" MiB") and cards[1]["weights"] == cards[0]["weights"]

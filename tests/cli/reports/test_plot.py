@@ -5,7 +5,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.reports.plot import Chart, LayerError, Point, draw_errors, require_svg, write_charts, write_errors
+from mycli.cli.reports.plot import (
+    Chart,
+    LayerError,
+    Point,
+    draw_errors,
+    draw_loads,
+    require_svg,
+    write_charts,
+    write_errors,
+)
 from mycli.runtime.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,7 +37,11 @@ def test_every_linear_is_marked_and_more_error_is_higher() -> None:
     ordered = sorted(POINTS, key=lambda point: point.error)
     assert sorted(heights, key=lambda name: -heights[name]) == [point.name for point in ordered]
     across = [float(mark[-1].attrib["cx"]) for mark in marks]
-    assert across == sorted(across) and len(set(across)) == len(across)
+    assert across == pytest.approx([178.75, 396.25, 613.75, 831.25], abs=0.06), "as far apart as the picture allows"
+    # From 1e-9 to 0.1, the power above the largest error, in a picture of 420 units with margins of 50 and 60.
+    assert list(heights.values()) == pytest.approx(
+        [360 - 310 * (power + 9) / 8 for power in (-3, -2, -9, -4)], abs=0.06
+    )
     colours = [mark[-1].attrib["fill"] for mark in marks]
     assert colours[0] == colours[2] != colours[1], "one colour a kind"
 
@@ -65,3 +78,10 @@ def test_only_svg_and_only_something(tmp_path: Path) -> None:
         write_errors(tmp_path / "a.svg", "a model", [])
     write_errors(tmp_path / "a.svg", "a model", POINTS)
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag == f"{SVG}svg"
+
+
+def test_times_of_a_load_are_in_milliseconds() -> None:
+    times = {"ttft_p50_seconds": 0.25, "ttft_p95_seconds": 0.5, "tpot_p50_seconds": None, "tpot_p95_seconds": 0.0625}
+    root = ElementTree.fromstring(draw_loads([{"model": "m", "test": "c1 p1 n1", "tokens_per_second": 8.0, **times}]))
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert titles == [f"m, c1 p1 n1: {value}" for value in ("8", "250", "500", "62.5")]

@@ -160,6 +160,8 @@ UNLOADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
         "two best experts",
     ),
+    "mimo-scaled": ("mimo_v2_flash-window7", {"routed_scaling_factor": 2.5}, "a scale of 1"),
+    "mimo-unnormalized": ("mimo_v2_flash-window7", {"norm_topk_prob": False}, "normalized weights"),
     "deepseek_v3-all-groups": ("deepseek_v3-groups-yarn", {"topk_group": 4}, "fewer groups"),
     "phimoe": ("phimoe-4top2-head-bias", {}, "RMSNorms"),
     "bitnet-relu2": ("bitnet-tied-biases", {"hidden_act": "relu2"}, "hidden_act"),

@@ -1,5 +1,6 @@
 """The types of tensors are those of llama-quantize (b11434), whose output for pico is recorded here."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -67,6 +68,13 @@ def test_values_of_a_70b_model_get_more_bits(name: str, values: str) -> None:
     shape = ModelShape(layers=80, queries_per_key=8, experts=0, architecture="llama", tied=False)
     types = choose_types(name, _tensors(80), shape)
     assert {types[f"blk.{layer}.attn_v.weight"] for layer in range(80)} == {values}
+
+
+def test_the_first_and_last_eighth_of_the_layers_get_more_bits() -> None:
+    types = choose_types("iq3_xs", _tensors(16), replace(PICO, layers=16))
+    for part in ("ffn_gate", "ffn_up"):
+        of_layers = [types[f"blk.{layer}.{part}.weight"] for layer in range(16)]
+        assert of_layers == 2 * ["IQ3_S"] + 12 * ["IQ3_XXS"] + 2 * ["IQ3_S"]
 
 
 def test_rows_that_fill_no_super_block_get_narrow_types() -> None:

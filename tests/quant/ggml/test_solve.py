@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.ggml import types
-from mycli.quant.ggml.solve import factor_for, round_blocks, solve
+from mycli.quant.ggml.solve import _SuperBlock, factor_for, round_blocks, solve
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 
 ROWS, COLUMNS = 24, 256
@@ -55,3 +55,23 @@ def test_zeros_stay_zeros_or_nearly(name: str) -> None:
     kind = types.load(name)
     values = dequantize_blocks(solve(weight, kind, hessian, factor_for(hessian, kind)), name)
     assert torch.isfinite(values).all() and values[3].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["Q3_K", "Q4_K", "IQ2_XXS"])
+def test_the_scale_of_the_hessian_makes_no_difference(name: str) -> None:
+    weight, hessian = _problem()
+    kind = types.load(name)
+    scaled = (hessian, hessian * 2.0**20, hessian * 2.0**-40)
+    first, *others = (solve(weight, kind, part, factor_for(part, kind)) for part in scaled)
+    assert all(other.equal(first) for other in others)
+
+
+def test_a_curvature_that_rounding_made_negative_moves_no_scale() -> None:
+    kind = types.load("Q6_K")
+    size = kind.stored.block
+    factors, multiples = torch.full((1, 2), 0.01), torch.full((size // kind.group, 2), 5.0)
+    part = _SuperBlock(
+        kind, torch.full((size, 2), 3.0), factors, multiples, None, -torch.eye(size), torch.ones(size, 2)
+    )
+    part.move()
+    assert not part.shifts.any() and (factors == 0.01).all() and (multiples == 5).all()

@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 
-from mycli.quant.planning.memory import BATCH, QuantizationWork, choose, need, observed_values, trained_values
+from mycli.quant.planning.memory import (
+    BATCH,
+    QuantizationWork,
+    _solving,
+    choose,
+    need,
+    observed_values,
+    trained_values,
+)
 from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.rounding.rows import BLOCK_ROWS
+from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
@@ -118,6 +128,26 @@ def predictions(model: str) -> dict[str, Any]:
 def test_predictions_change_only_deliberately(model: str) -> None:
     """The slow tests below compare small models with measurements; these are the same formulas for published ones."""
     assert predictions(model) == PREDICTIONS[model]
+
+
+def test_solving_holds_the_rows_of_one_call() -> None:
+    config = parse_config(Fields({**WIDE, "intermediate_size": 32768}, "config.json"))
+    weights = sum(math.prod(shape) for _, shape in config.layer(0).tensors())
+    rows, inputs = 2 * 32768, 512
+    solving = _solving(work(config=config), 256)[2 + 2 * list(config.layer(0).products()).index("gate_up")]
+    drifts, called = 2 * drift_rows(rows, inputs) * inputs, 9 * SOLVER_WEIGHTS
+    assert solving[1] == 4 * (2 * weights + 5 * inputs**2 + drifts + called + rows * inputs)
+
+
+@pytest.mark.parametrize("hidden", [512, 8192])
+def test_solving_the_head_holds_squares_or_rows_of_one_call(hidden: int) -> None:
+    shape = {**WIDE, "hidden_size": hidden, "tie_word_embeddings": False}
+    config = parse_config(Fields(shape, "config.json"))
+    solved = work(config=config, packings=Recipe(group=64, head="int8").packings(config))
+    square = hidden**2
+    assert _solving(solved, 256)[-1][1] == 4 * (
+        (10 * square if hidden == 8192 else 7 * square + 9 * SOLVER_WEIGHTS) + 3 * config.vocab_size * hidden
+    )
 
 
 def test_the_moments_of_gradients_stay_while_blocks_are_tuned() -> None:

@@ -8,6 +8,7 @@ import pytest
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex, common_prefix_length
+from mycli.runtime.cache.state_pool import StatePool
 
 TEXT = list(range(10, 21))  # eleven tokens: two blocks of four, and three tokens
 
@@ -106,6 +107,24 @@ def test_a_block_that_others_share_is_copied_before_it_is_written() -> None:
     second.release([*TEXT, 1])
     first.release()
     assert mine.used == 0
+
+
+@pytest.mark.parametrize(("shared", "copied"), [(1, True), (2, False)])
+def test_an_idle_block_is_copied_unless_more_than_half_matches(shared: int, copied: bool) -> None:
+    mine, text = pool(), TEXT[: 8 + 2]
+    written(mine, text).release(text)
+    table = BlockTable(mine)
+    assert table.match([*text[: 8 + shared], 99, 99]).tokens == 8 + shared
+    assert bool(mine.take_copies()) == copied and mine.index.match([*text, 99]).tokens == (10 if copied else 8)
+
+
+def test_a_branch_starts_with_a_copy_of_the_recurrent_state() -> None:
+    states = StatePool(2)
+    first = BlockTable(BlockPool(9, PrefixIndex(4, states=states)))
+    assert first.branch().state is None
+    first.allocate_state()
+    second = first.branch()
+    assert (first.state, second.state) == (0, 1) and states.take_copies() == [(0, 1)]
 
 
 def test_a_fork_that_finds_no_block_says_so_and_keeps_what_it_has() -> None:

@@ -165,6 +165,11 @@ def test_the_folder_is_kept_within_its_limit_and_the_least_recently_used_goes_fi
     assert not list(tmp_path.glob("*.kv")) and small.stats.nbytes == 0 and small.stats.written == 0
 
 
+def test_files_of_exactly_the_limit_stay_when_the_folder_is_opened(tmp_path: Path) -> None:
+    filled(tmp_path, limit=3 * FILE).close()
+    assert held(PrefixStore(tmp_path, ONE, 3 * FILE)) == [values(0), values(1), values(2)]
+
+
 def test_processes_that_share_a_folder_write_whole_files(tmp_path: Path) -> None:
     texts = [[text % 5, *TEXT[1:]] for text in range(20)]
 

@@ -153,3 +153,19 @@ def test_what_no_layout_here_holds_is_refused_by_name(name: str) -> None:
         read_section(section)
     if name != "modelopt-unsaid" and "number" not in name:
         assert "readable" in (caught.value.hint or "")
+
+
+def in_blocks(method: str, sides: list[int]) -> dict[str, Any]:
+    if method == "fp8":
+        return {"quant_method": method, "weight_block_size": sides}
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": sides}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": method, "format": "float-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_blocks_have_sides_up_to_2_to_the_20(method: str) -> None:
+    assert {packing.codes for packing in read_section(in_blocks(method, [1, 1 << 20])).values()} == {"e4m3"}
+    for sides in ([128], [0, 128], [128, 0], [128, (1 << 20) + 1], [128, 128, 128]):
+        with pytest.raises(ModelError, match="two sizes|weight_block_size"):
+            read_section(in_blocks(method, sides))

@@ -55,6 +55,11 @@ def test_valid_file_is_read() -> None:
     assert {e.file for e in entries.values()} == {"x.safetensors"}
 
 
+def test_the_smallest_file_has_no_tensors() -> None:
+    data = (2).to_bytes(8, "little") + b"{}"
+    assert header_bytes(data[:9], len(data), "x") == len(data) == 10 and parse_header(data, len(data), "x") == {}
+
+
 def test_order_of_header_does_not_matter() -> None:
     data = file({"b": tensor(8, 16), "a": tensor(0, 8)}, bytes(16))
     assert list(parse_header(data, len(data), "x")) == ["b", "a"]

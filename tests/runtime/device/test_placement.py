@@ -10,7 +10,7 @@ import torch
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device import nvml
 from mycli.runtime.device.nvml import Gpu
-from mycli.runtime.device.placement import place
+from mycli.runtime.device.placement import place, use_device
 from mycli.runtime.errors import Declined, ExitCode, ResourceError, UsageError
 from tests.support.paths import PICO
 
@@ -153,6 +153,7 @@ def test_the_chosen_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -
     assert place(CONFIG, "cuda:1").device == torch.device("cuda", 1)
     assert log == [torch.device("cuda", 1)]
     place(CONFIG, "cpu")
+    use_device(torch.device("cuda"))  # torch refuses to make a device without an index the current one
     assert len(log) == 1
 
 

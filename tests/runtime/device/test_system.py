@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,3 +144,23 @@ def test_the_time_without_a_core_is_summed_over_threads(root: Path) -> None:
 def test_without_proc_nothing_is_said(root: Path) -> None:
     assert (machine.resident(), machine.peak_resident(), machine.reset_peak()) == (0, 0, False)
     assert machine.cpu_wait_seconds() is None
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_freed_memory_is_returned_where_malloc_can(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def record(*words: int) -> None:
+        calls.append(words)
+
+    library = SimpleNamespace(malloc_trim=record, mallopt=record)
+    monkeypatch.setattr(machine.sys, "platform", platform)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: library)
+    machine.release_free_memory()
+    machine.trim_heap(1 << 20)
+    expected = [(0,), (-3, 1 << 20), (0,)] if platform == "linux" else []
+    assert calls == expected
+    del library.malloc_trim  # musl has none
+    machine.trim_heap()
+    machine.release_free_memory()
+    assert calls == expected

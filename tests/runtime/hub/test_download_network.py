@@ -9,7 +9,8 @@ import pytest
 
 from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
-from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub import client
+from mycli.runtime.hub.client import Hub, RetryPolicy, TransientError
 from mycli.runtime.hub.download import plan_download
 from mycli.runtime.hub.resolve import resolve
 from tests.support.hub_server import Fault, HubServer
@@ -184,3 +185,15 @@ def test_a_file_that_is_complete_but_has_no_name_yet_is_not_fetched_again(server
     assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
     assert notes.arrived == sum(len(FILES[name]) for name in WANTED - {"model.safetensors"})
     assert not server.requests("storage:")
+
+
+def test_delays_between_attempts_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", delays.append)
+
+    def drop() -> None:
+        raise TransientError("dropped")
+
+    with pytest.raises(NotFoundError, match=r"dropped \(tried 5 times\)"):
+        RetryPolicy(request_attempts=5, max_delay=3.0).run(drop, lambda note: None)
+    assert delays == [0.5, 1.0, 2.0, 3.0]

@@ -4,16 +4,19 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.client import Hub, RetryPolicy
+from mycli.runtime.hub.client import Hub, RetryPolicy, SearchResult, search_models
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, verify_files
 from mycli.runtime.hub.local import local_models
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import Source, resolve
+from mycli.runtime.utils.json_fields import Fields
 from tests.support import gguf_files
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO
@@ -140,3 +143,16 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
 def test_names_of_files_that_are_none(name: str, server: HubServer) -> None:
     with pytest.raises((NotFoundError, UsageError, ModelError)):
         resolve(name)
+
+
+def test_a_search_reads_what_the_hub_leaves_out() -> None:
+    """`gated` is false, "auto" or "manual"."""
+    about = {"safetensors": {"total": 12}, "config": {"model_type": "llama"}, "downloads": 7, "gated": "manual"}
+    answers = ({"id": "org/a", **about}, {"id": "org/b", "gated": False}, {"id": "org/c"}, {"id": "no name"})
+    hub: Any = SimpleNamespace(list_models=lambda query: [Fields(answer, "hub") for answer in answers])
+    assert search_models(hub, "a", 9) == [
+        SearchResult("org/a", 7, 12, "llama", gated=True),
+        SearchResult("org/b", 0, None, None, gated=False),
+        SearchResult("org/c", 0, None, None, gated=False),
+    ]
+    assert [result.name for result in search_models(hub, "a", 1)] == ["org/a"]

@@ -1,12 +1,15 @@
 """Test the plain reference kernels that no other test checks directly against written-out arithmetic."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
+from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.reference import attend_dense, gelu_multiply, layer_norm, relu_square, rms_norm
 from mycli.runtime.layers.attention import attention_mask
 
@@ -37,7 +40,9 @@ def written_out(
 @pytest.mark.parametrize("softcap", [None, 0.7], ids=["uncapped", "cap0.7"])
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window5"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "start"), [(4, 2, 1, 9), (4, 4, 7, 0), (6, 1, 4, 9), (2, 2, 3, 2)], ids=str
+    ("heads", "kv_heads", "tokens", "start"),
+    [(4, 2, 1, 9), (4, 4, 7, 0), (2, 2, 2, 0), (6, 1, 4, 9), (2, 2, 3, 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "int8"])
 def test_scores_are_scaled_and_capped(
@@ -60,6 +65,17 @@ def test_capped_scores_have_gradients() -> None:
     out = attend_dense(query, Stored(key.transpose(1, 2)), Stored(value.transpose(1, 2)), None, None, 0.3, 0.7)
     out.square().sum().backward()  # type: ignore[no-untyped-call]  # torch's stub
     assert all(each.grad is not None and bool(each.grad.abs().sum() > 0) for each in (query, key, value))
+
+
+def test_on_a_gpu_heads_of_a_multiple_of_8_may_take_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator takes no others; without a GPU only the choice is tested."""
+    checked: list[int] = []
+    monkeypatch.setattr(reference, "SDPAParams", lambda query, *_: checked.append(query.shape[3]))
+    monkeypatch.setattr(reference, "can_use_flash_attention", lambda params: False)
+    for head_dim in (64, 60, 72, 128):
+        tensor: Any = SimpleNamespace(is_cuda=True, shape=(1, 2, 3, head_dim))
+        assert reference._flash(tensor, tensor, tensor, None) is None
+    assert checked == [64, 72, 128]
 
 
 def test_activations_and_norms() -> None:

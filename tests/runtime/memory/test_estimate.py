@@ -18,6 +18,7 @@ from mycli.runtime.memory.estimate import (
     longest_context,
 )
 from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.graphs import padded_sequences, padded_tokens
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.memory.workspace import dense_cache_bytes, mask_bytes, pass_values
@@ -331,3 +332,11 @@ def test_estimate_does_not_import_torch() -> None:
 def test_a_part_that_waits_for_another_is_in_memory() -> None:
     layer = published("Llama-3.1-8B").layer_specs[0]
     assert pass_values(replace(layer, parallel=True)) - pass_values(layer) == 4096
+
+
+def test_captured_passes_are_padded_to_powers_of_two() -> None:
+    for count in range(1, 257):
+        power = 1 << (count - 1).bit_length()
+        assert padded_sequences(count) == power
+        assert padded_tokens((1, count), drafts=False) == (max(power, 8), True) or count == 1
+    assert padded_sequences(257) is None and padded_tokens((1, 257), drafts=False) == (384, True)

@@ -158,6 +158,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "null-true": ("deepseek_v3", {"rope_interleave": None}, "rope_interleave must be true or false"),
     "convolved-gelu": ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
     "hybrid-gelu": ("granitemoehybrid", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    "olmo-key-size": ("olmo_hybrid", {"linear_key_head_dim": 1025}, "linear_key_head_dim must be between 1 and 1024"),
     "delta-gelu": ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
     "kimi-gelu": ("kimi_linear", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
     "kimi-tied": ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings"),
@@ -246,6 +247,8 @@ def test_fields_under_the_names_of_other_families() -> None:
     assert isinstance(ernie, ExpertsSpec) and (len(ernie.experts), ernie.top_k) == (8, 2)
     hunyuan = parse("hunyuan_v1_moe", num_experts=4, num_experts_per_tok=[2] * 4).layer(0).mlp
     assert isinstance(hunyuan, ExpertsSpec) and hunyuan.top_k == 2
+    mixtral = parse("mixtral", num_local_experts=8, num_experts=0, num_experts_per_tok=2).layer(0).mlp
+    assert isinstance(mixtral, ExpertsSpec) and len(mixtral.experts) == 8, "configs of GGUF files have a 0"
     assert parse("olmo_hybrid", rope_parameters={"rope_theta": None}).layer_ropes == (None,) * 4
     assert parse("gpt_oss", rope_theta=777.0).rope_theta == 777.0, "the default scaling has no theta of its own"
 
@@ -265,6 +268,12 @@ def test_input_source_of_a_product() -> None:
     told = parse("gemma4_text").layer(0)
     assert told.input_source("o") is None, "values are normed"
     assert told.input_source("per_layer_gate") is None and told.input_source("per_layer_projection") is None
+
+
+@pytest.mark.parametrize("model_type", ["mimo_v2_flash", "diffllama"])
+def test_values_of_another_width_than_keys_have_a_projection(model_type: str) -> None:
+    attention = parse(model_type).layer(0).attention
+    assert attention.has_v_proj and attention.projected_heads != attention.query_heads + 2 * attention.kv_heads
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])

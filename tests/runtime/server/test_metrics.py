@@ -30,6 +30,16 @@ def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
     assert found["kv_cache_usage_perc"] == 0.4 and found["num_preemptions_total"] == 3
 
 
+def test_a_reply_that_is_cancelled_at_its_first_token_has_no_times() -> None:
+    """Another thread may end it between the two assignments of the times of its first and its last token."""
+    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 0, 1, 0, 0, {}))
+    for first in (None, 14.0):
+        metrics.ended(10.0, first, None, 7, 1, "abort")
+    found = values(metrics)
+    assert found['mycli:request_success_total{finished_reason="abort"}'] == 2
+    assert found["mycli:e2e_request_latency_seconds_count"] == found["mycli:prompt_tokens_total"] == 0
+
+
 def test_activation_bits_have_their_reason() -> None:
     choice = choose_by_file(0.0002)
     metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 0, 1, 0, 0, {}, activations=choice))

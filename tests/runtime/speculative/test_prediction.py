@@ -17,12 +17,13 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import DraftRequest
+from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.errors import UsageError
 from mycli.runtime.memory.estimate import cache_bytes
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.proposers import Proposal
@@ -136,6 +137,24 @@ def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelF
         assert int(best.indices[0]) == wanted[count] or best.values[0] - best.values[1] < 1e-3
     with pytest.raises(UsageError, match="one token"):
         speculation_check._mtp_rows(drafts.head.target, drafts.head, prompt[:1])
+
+
+def test_without_the_hidden_states_before_the_last_token_nothing_is_proposed(
+    folder: tuple[ModelFolder, Reference],
+) -> None:
+    drafts, tokens = proposer(folder[0], CacheShape.contiguous(CONTEXT)), [5, 6, 7, 8, 9]
+    states = torch.randn(4, SMALL["hidden_size"], generator=torch.Generator().manual_seed(0))
+
+    sampler = Sampler(SamplingParams(0.0), SMALL["vocab_size"], CPU)
+
+    def proposed(tokens: list[int]) -> int:
+        return len(drafts.propose([DraftRequest(0, tokens, COUNT, sampler)])[0].tokens)
+
+    assert proposed(tokens) == 0
+    drafts.hidden_state_hook([ComputedTokens(0, 0, 4, tokens)])(states)
+    assert proposed([*tokens, 10]) == 0, "those of 9 are missing"
+    assert proposed(tokens) == COUNT
+    assert proposed(tokens) == 0, "they have been used"
 
 
 def test_draws_from_the_head_leave_the_model_s_distribution(

@@ -268,3 +268,14 @@ def test_the_unknown_token_of_sentencepiece(changes: dict[str, Any], expected: s
         changes = {**changes, "tokenizer.ggml.token_type": [kind, *metadata["tokenizer.ggml.token_type"][1:]]}
     metadata = {key: value for key, value in {**metadata, **changes}.items() if value is not None}
     assert tokenizer_json(as_read(metadata))["model"]["unk_token"] == expected
+
+
+def test_merges_are_derived_for_4_million_characters_at_most() -> None:
+    """More would take hours."""
+    count = 4096
+    metadata = sentencepiece()
+    more = {"tokens": [f"{index:04}" + 1020 * "a" for index in range(count)], "scores": count * [0.0]}
+    for name, values in {**more, "token_type": count * [1]}.items():
+        metadata[f"tokenizer.ggml.{name}"] += values
+    with pytest.raises(ModelError, match="characters, more than the 4194304 allowed"):
+        tokenizer_json(as_read(metadata))

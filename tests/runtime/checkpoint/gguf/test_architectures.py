@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import MAX_LAYERS
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.gguf_exports import MULTIMODAL_NAMES
@@ -74,6 +76,14 @@ OTHER_VALUES = {
 }
 
 
+# The converter writes them, in shapes that llama.cpp does not load.
+UNLOADABLE = {
+    *("dots1-8top2", "exaone4-window7", "gemma3n-sparse-lent", "gemma4-told-lent-double", "mellum-window7"),
+    *("granitemoehybrid-dense-odd-sizes-rope-biases-tied", "phimoe-window7-tied-biases"),
+    *("qwen3_5-delta", "qwen3_5_moe-8top3", "qwen3_next-8top3"),
+}
+
+
 @pytest.mark.parametrize("name", FACTS)
 def test_the_keys_written_are_the_converters(name: str) -> None:
     """Each writes some keys that the other does not."""
@@ -85,6 +95,7 @@ def test_the_keys_written_are_the_converters(name: str) -> None:
     assert architecture.name == keys["general.architecture"] and len(both) > 5
     for key in both:
         assert written[key] == pytest.approx(keys[key]), key
+    assert any(not needed.holds(model) for needed in architecture.requires) == (name in UNLOADABLE)
 
 
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
@@ -105,6 +116,11 @@ def test_blocks_of_an_mtp_head_are_skipped_if_the_metadata_counts_them() -> None
 def test_blocks_that_the_metadata_does_not_count_are_an_error(blocks: int, predicted: int) -> None:
     with pytest.raises(ModelError, match=r"blk\.3\.nextn"):
         _with_a_block_more(blocks, predicted).checked_manifest()
+
+
+def test_as_many_blocks_of_an_mtp_head_as_a_model_may_have_layers_are_an_error() -> None:
+    with pytest.raises(ModelError, match="nextn_predict_layers must be between"):
+        _with_a_block_more(MAX_LAYERS, MAX_LAYERS)
 
 
 def test_a_layer_beyond_the_count_is_an_error() -> None:
@@ -143,6 +159,18 @@ def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
     with pytest.raises(ModelError, match=r"blk\.0\.attn_gate\.weight"):
         _folder({**FACTS[name], "tensors": tensors}).checked_manifest()
+
+
+def test_changed_values_are_read_as_they_were_written() -> None:
+    values, changed = torch.linspace(-2, 2, 9), set()
+    for known in architectures():
+        for rule in (*known.model_tensors.values(), *known.layer_tensors.values(), *known.recurrent_tensors.values()):
+            if rule.change is not None:
+                stored = rule.change.store(values)
+                assert not stored.equal(values), (known.name, rule.name)
+                assert rule.change.load(stored).allclose(values, atol=1e-6), (known.name, rule.name)
+                changed.add(rule.name)
+    assert {"input_layernorm", "linear_attn.A_log", "model.norm"} <= changed
 
 
 def test_rows_of_delta_nets_are_sorted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,15 @@ def test_a_file_that_is_not_finished_never_appears(tmp_path: Path) -> None:
     assert (tmp_path / "a.gguf").read_bytes() == b"mine"
 
 
+def test_partial_files_of_a_killed_run_are_removed_and_no_others(tmp_path: Path) -> None:
+    left, *others = (tmp_path / name for name in (".a.gguf.01ab.partial", ".b.gguf.01ab.partial", ".a.gguf.notes"))
+    for path in (left, *others):
+        path.touch()
+    with GgufWriter(tmp_path / "a.gguf", {}, []):
+        assert not left.exists() and (tmp_path / ".a.gguf.lock").exists()
+    assert set(tmp_path.iterdir()) == set(others)
+
+
 @pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_an_attack_is_an_error_that_says_what_is_wrong(name: str) -> None:
     make, message = attacks.ATTACKS[name]

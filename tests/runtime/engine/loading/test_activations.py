@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.disk_prefix_cache import identity
+from mycli.runtime.engine.loading.activations import activation_choice
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import Declined
@@ -80,6 +83,19 @@ def test_auto_follows_the_card(folder: Path, tmp_path: Path) -> None:
         assert not torch.equal(found, logits(sixteen, [70])) and not torch.equal(found, logits(eight, [70]))
     (copy / RECORD).write_text("{")  # a damaged model card does not prevent loading
     assert torch.equal(logits(load(copy), [70]), logits(sixteen, [70]))
+
+
+def test_with_portable_bits_a_file_has_16_bits_unless_others_are_chosen(tmp_path: Path) -> None:
+    """A measurement depends on the processor."""
+    (tmp_path / "a.gguf").touch()
+    folder: Any = SimpleNamespace(path=tmp_path / "a.gguf", packings={"a": None})
+    auto, eight = (
+        activation_choice(folder, Placement(torch.device("cpu"), torch.bfloat16, activations=kind, portable=True))
+        for kind in get_args(Activations)
+        if kind != "16"
+    )
+    assert auto is not None and (auto.bits, auto.reason.code) == (16, "activations-portable")
+    assert eight is not None and eight.bits == 8
 
 
 def test_prefixes_of_another_precision_are_not_restored(folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammars import probe
-from mycli.runtime.sampling.grammars.json_schema import LARGEST_INTEGER, UNSUPPORTED, prepare
+from mycli.runtime.sampling.grammars.json_schema import LARGEST_INTEGER, MAX_NODES, UNSUPPORTED, prepare
 from tests.support.bombs import BOMBS, doubling
 
 NAMES = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "number"}}}
@@ -24,6 +24,28 @@ def test_s1_a_bomb_is_refused_at_once_with_its_path(name: str) -> None:
     with pytest.raises(ValueError, match=r"#.*: more than \d+ (nodes|combinations)"):
         prepare(BOMBS[name](), strict=False, closed=True)
     assert time.process_time() - start < 2
+
+
+def test_s1_the_largest_schema_has_as_many_nodes_as_the_limit() -> None:
+    properties: dict[str, Any] = {f"p{index}": {} for index in range(MAX_NODES - 1)}
+    assert prepare({"properties": properties}, strict=False, closed=True).nodes == MAX_NODES
+    with pytest.raises(ValueError, match=f"#/properties/more: more than {MAX_NODES} nodes"):
+        prepare({"properties": {**properties, "more": {}}}, strict=False, closed=True)
+
+
+NOWHERE = ("2", "x", "-1", "0/x", "", "٠", "00", "0000000009", "0" * 5000, "9" * 5000)
+
+
+@pytest.mark.parametrize("part", NOWHERE, ids=lambda part: part[:10])
+def test_a_reference_into_a_list_that_leads_nowhere_stays(part: str) -> None:
+    """Regression: an index that began with nine zeros raised IndexError."""
+
+    def schema(part: str) -> dict[str, Any]:
+        return {"anyOf": [NAMES, {}], "properties": {"a": {"title": "A", "$ref": f"#/anyOf/{part}", "minLength": 1}}}
+
+    prepared = prepare(schema(part), strict=False, closed=False)
+    assert prepared.schema == schema(part)
+    assert prepare(schema("0"), strict=False, closed=False).nodes == prepared.nodes + 2
 
 
 def test_shared_and_recursive_references_are_no_bombs() -> None:

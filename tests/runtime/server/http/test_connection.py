@@ -6,16 +6,29 @@ import socket
 import stat
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.server.http.body import MAX_BODY_VALUES
 from mycli.runtime.server.http.connection import listen, listen_unix
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
+from tests.support.paths import ROOT
 from tests.support.served import Served
 
+# Rows of the table in docs/server.md, with the names of the limits in place of the numbers.
+DOCUMENTED = (
+    "request body | {body_bytes} MiB, {values:,} values, {body_seconds:.0f} s to arrive |",
+    "request head | {header_bytes} KiB, {headers} headers, {header_seconds:.0f} s to arrive |",
+    "connections | {connections:,};",
+    "waiting replies | {waiting} (`--max-waiting`); further ones get 429, and 504 after {queue_seconds:.0f} s",
+    "client that does not read | disconnected after {stall_seconds:.0f} s;",
+    "idle stream | an empty event every {ping_seconds:.0f} s |",
+    "replies per request | {choices} |",
+)
 HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
 
 
@@ -39,6 +52,14 @@ def dribble(served: Served, begin: bytes, drop: bytes, seconds: float) -> bytes:
             except ConnectionError:
                 return b"closed"
     return b""
+
+
+@pytest.mark.parametrize("row", DOCUMENTED, ids=lambda row: row.partition(" |")[0])
+def test_the_limits_are_the_documented_ones(row: str) -> None:
+    limits = asdict(ServerLimits())
+    limits |= {"values": MAX_BODY_VALUES, "body_bytes": limits["body_bytes"] >> 20}
+    limits["header_bytes"] >>= 10
+    assert f"\n| {row.format_map(limits)}" in (ROOT / "docs" / "server.md").read_text()
 
 
 @pytest.mark.parametrize(

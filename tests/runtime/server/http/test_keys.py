@@ -21,7 +21,7 @@ def test_a_file_of_keys() -> None:
     alice, bob, nightly = parse_keys(FILE, "keys")
     assert alice == ApiKey(b"aaaaaaaa", KeyShare("alice", 2.0))
     assert bob == ApiKey(b"bbbbbbbb", KeyShare("bob"), 1, 3)
-    assert nightly.share.batch
+    assert nightly.share.batch and not alice.share.batch and not KeyShare.decode("").batch
     assert KeyShare.decode(alice.share.encode()) == alice.share and KeyShare.decode("") == KeyShare()
 
 

@@ -15,10 +15,12 @@ from openai.types import completion_create_params as text_create_params
 from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
+from pydantic import ValidationError
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.requests import fields
 from mycli.runtime.server.requests.schemas import Sampling
+from mycli.runtime.server.routes.messages_request import CountRequest, InputTool, counted_spec
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
@@ -166,6 +168,51 @@ def test_the_start_token_is_vllms_default_and_not_llama_cpps(loaded: LoadedModel
 
         assert starts({"prompt": "Hello"}) and not starts({"prompt": "Hello", "add_special_tokens": False})
         assert starts({"content": "Hello", "add_special": True}) and not starts({"content": "Hello"})
+
+
+# The smallest and the largest value of each.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "deadline": (0.1, 86400),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_sampling_settings_end_at_their_limits(name: str) -> None:
+    low, high = RANGES[name]
+    for value in (low, high):
+        assert getattr(Sampling.model_validate({name: value}), name) == value
+    step = 1 if isinstance(low, int) and abs(high) > 10 else 0.001
+    for value in (low - step, high + step):
+        with pytest.raises(ValidationError, match=rf"{name}\n  Input should be (greater|less) than"):
+            Sampling.model_validate({name: value})
+
+
+def test_tools_of_anthropics_interface_need_a_name_and_a_schema() -> None:
+    for tool, missing in (({"name": "f"}, "input_schema"), ({"type": "custom", "input_schema": {}}, "name")):
+        with pytest.raises(ValidationError, match=f"{missing} is required"):
+            InputTool.model_validate(tool)
+    assert not InputTool.model_validate({"type": "bash_20250124"}).callable
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("42", "42"), (None, ""), ([{"type": "text", "text": "4"}, {"type": "text", "text": "2"}], "4\n2")],
+    ids=["text", "none", "blocks"],
+)
+def test_results_of_tools_in_anthropics_interface_are_messages(content: Any, text: str) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    talk = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    messages = counted_spec(CountRequest.model_validate({"messages": talk})).messages
+    assert [(message.role, message.content) for message in messages] == [("assistant", ""), ("tool", text)]
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
