@@ -257,7 +257,7 @@ def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     head = _FLOAT * config.vocab_size * (config.hidden_size + 5 * work.seq)
     tokens = _whole_windows(at_once, work.seq)
     passing = _FLOAT * _weights(_largest(config)) + _FLOAT * tokens * trained_values(_largest(config))
-    return streams, _moment_bytes(work) + max(head, passing) + _SMALL
+    return streams, _moment_bytes(work) + max(head, passing)
 
 
 def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
