@@ -236,7 +236,7 @@ def _score(
         for (model, stream), scores in zip(models, parts, strict=True):
             ours = _Predicted.of(model, stream, slice(start, end), targets)
             part = {"nll": -ours.chosen}
-            if theirs is not None:
+            if theirs is not None and likeliest is not None:
                 part["same"] = (ours.logs.argmax(1).cpu() == likeliest).float()
                 part |= _compared(ours, theirs, model.placement.portable)
             scores.append(part)
