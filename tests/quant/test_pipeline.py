@@ -175,6 +175,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "target_bpw": None,
         "widths": None,
         "tune": False,
+        "tune_codes": False,
         "hessian": "layer",
     }
     assert written["calibration"] is None
