@@ -225,22 +225,33 @@ def measure_heads(
 def _score(
     models: Sequence[tuple[ScoredModel, Tensor]], reference: tuple[ScoredModel, Tensor] | None, tokens: Tensor
 ) -> list[dict[str, Tensor]]:
-    """Score models with their hidden states of one window; what the reference predicts is computed once for all."""
-    rows = max(1, LOGITS_AT_ONCE // models[0][0].config.vocab_size)
-    parts: list[list[dict[str, Tensor]]] = [[] for _ in models]
-    for start in range(0, len(tokens) - 1, rows):
-        end = min(start + rows, len(tokens) - 1)
-        targets = tokens[start + 1 : end + 1].unsqueeze(1)
-        theirs = None if reference is None else _Predicted.of(*reference, slice(start, end), targets)
-        likeliest = None if theirs is None else theirs.logs.argmax(1).cpu()
-        for (model, stream), scores in zip(models, parts, strict=True):
-            ours = _Predicted.of(model, stream, slice(start, end), targets)
-            part = {"nll": -ours.chosen}
-            if theirs is not None and likeliest is not None:
-                part["same"] = (ours.logs.argmax(1).cpu() == likeliest).float()
-                part |= _compared(ours, theirs, model.placement.portable)
-            scores.append(part)
-    return [{name: torch.cat([part[name] for part in scores]) for name in scores[0]} for scores in parts]
+    """Score models with their hidden states of one window."""
+    step = max(1, LOGITS_AT_ONCE // models[0][0].config.vocab_size)
+    scored = len(tokens) - 1
+    slices = [slice(start, min(start + step, scored)) for start in range(0, scored, step)]
+    parts = [_score_rows(models, reference, tokens, rows) for rows in slices]
+    return [
+        {name: torch.cat([part[name] for part in scores]) for name in scores[0]} for scores in zip(*parts, strict=True)
+    ]
+
+
+def _score_rows(
+    models: Sequence[tuple[ScoredModel, Tensor]],
+    reference: tuple[ScoredModel, Tensor] | None,
+    tokens: Tensor,
+    rows: slice,
+) -> list[dict[str, Tensor]]:
+    # The reference predicts once for all models. Slices of logits are freed on return.
+    targets = tokens[rows.start + 1 : rows.stop + 1].unsqueeze(1)
+    predicted = (_Predicted.of(model, stream, rows, targets) for model, stream in models)
+    if reference is None:
+        return [{"nll": -ours.chosen} for ours in predicted]
+    theirs = _Predicted.of(*reference, rows, targets)
+    likeliest = theirs.logs.argmax(1).cpu()
+    return [
+        _compared(ours, theirs, likeliest, model.placement.portable)
+        for ours, (model, _) in zip(predicted, models, strict=True)
+    ]
 
 
 class _Predicted(NamedTuple):
@@ -255,10 +266,12 @@ class _Predicted(NamedTuple):
         return cls(logs, logs.gather(1, targets.to(logs.device)).squeeze(1).cpu())
 
 
-def _compared(ours: _Predicted, theirs: _Predicted, portable: bool) -> dict[str, Tensor]:
+def _compared(ours: _Predicted, theirs: _Predicted, likeliest: Tensor, portable: bool) -> dict[str, Tensor]:
+    # Overwrites the log-probabilities of `ours`, whose likeliest tokens are therefore found first.
     exponential = portable_math.exponential if portable else torch.exp
-    # Overwrites the log-probabilities of `ours`.
     return {
+        "nll": -ours.chosen,
+        "same": (ours.logs.argmax(1).cpu() == likeliest).float(),
         "dp": (exponential(ours.chosen.double()) - exponential(theirs.chosen.double())).float(),
         "reference_nll": -theirs.chosen,
         "kl": (_portable_kl if portable else _kl)(ours.logs, theirs.logs.to(ours.logs.device)),

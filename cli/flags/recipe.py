@@ -113,8 +113,8 @@ class RecipeFlags:
         bool,
         options.flag(
             "--tune-codes",
-            "As --tune, but train codes end to end too, with 20 bytes of memory for each weight; for 2 and 3 bits with"
-            " 256 windows or more.",
+            "As --tune, but train codes end to end too, with 20 bytes of memory for each weight; for 2 bits with 256"
+            " windows or more.",
         ),
     ] = False
 

@@ -30,9 +30,9 @@ from mycli.runtime.quantization.scheme import Packing
 
 EPOCHS = 4
 RATE = 1e-3  # of Adam, in shares of a scale
-# A level moves by its rate in every step; if only by chance, its way grows with the root of their number. This factor
-# keeps that way short of the half step that changes a code, so that codes fit the model, not the calibration windows
-# (docs/quality.md).
+# A level moves by at most its rate in every step, in random directions as far as the root of the number of steps. With
+# this factor that distance is below the half step that changes a code, so that codes fit the model, not the calibration
+# windows (docs/quality.md).
 CODE_NOISE = 0.3
 
 

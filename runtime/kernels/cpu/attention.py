@@ -53,6 +53,8 @@ def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, sc
     for tensor in (starts, lengths, table):
         if tensor.dtype != torch.int32 or not tensor.is_cpu or not tensor.is_contiguous():
             return _INDICES
+    if (declined := _declined(query, keys)) is not None:
+        return declined
     indices = _Indices(starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), len(lengths), table.shape[1])
     try:
         return _attend(query, keys, values, indices, scoring, ragged.portable)
@@ -73,8 +75,10 @@ def attend_cached(
 ) -> Tensor | Declined:
     """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim]."""
     # The new tokens are the last of keys and values, so that `window` says what `mask` would.
-    if not query.is_cpu:
-        return _NOT_CPU
+    if (declined := _declined(query, keys)) is not None:
+        return declined
+    if keys.data.shape != values.data.shape:
+        return _LAYOUT
     if keys.data.stride(2) != keys.data.shape[3]:  # token by token, as projections return them
         keys, values = keys.contiguous(), values.contiguous()
     batch, tokens, _, head_dim = query.shape
@@ -104,13 +108,15 @@ def native_pack_int4(values: Tensor) -> Tensor | Declined:
     return packed
 
 
+def _declined(query: Tensor, keys: Stored) -> Declined | None:
+    if not query.is_cpu or not keys.data.is_cpu:
+        return _NOT_CPU
+    return _GRADIENT if torch.is_grad_enabled() and query.requires_grad else None
+
+
 def _attend(
     query: Tensor, keys: Stored, values: Stored, indices: _Indices, scoring: Scoring, portable: bool = False
 ) -> Tensor | Declined:
-    if not query.is_cpu or not keys.data.is_cpu:
-        return _NOT_CPU
-    if torch.is_grad_enabled() and query.requires_grad:
-        return _GRADIENT
     *outer, heads, head_dim = query.shape
     data = keys.data
     if query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
