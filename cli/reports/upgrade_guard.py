@@ -63,10 +63,13 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
         rows = [("saved with", version_line(before.versions)), ("this is", version_line(after.versions))]
         if before.device != after.device:
             rows.append(("device", f"{before.device} then, {after.device} now"))
-        rows += [(kind, _speed(change, result.busy)) for kind, change in result.speed.items()]
+        rows += [(kind, _speed(change, result.unclear)) for kind, change in result.speed.items()]
         call.out.card(f"{name} compared with what was saved", [*rows, ("replies", _replies(result, before))])
     if result.busy:
         call.out.warn("other programs used the CPU during a measurement, so the speeds are no evidence; repeat it")
+    elif result.unclear and result.machine is not None:
+        change = f"a product of torch: {result.machine.relative:+.0%}"
+        call.out.warn(f"the machine's own speed changed ({change}), so the speeds are no evidence; repeat it later")
     problems = [f"{name}: {kind} is slower, {_speed(result.speed[kind])}" for kind in result.slower]
     if result.divergence is not None:
         problems.append(f"{name}: {_replies(result, before)}")
@@ -75,15 +78,16 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
         "saved_versions": dict(before.versions),
         "speed": {kind: {**asdict(c), "verdict": c.verdict} for kind, c in result.speed.items()},
         "busy": result.busy,
+        "machine": None if result.machine is None else {**asdict(result.machine), "verdict": result.machine.verdict},
         "same_replies": result.divergence is None,
         "same_bits": result.same_bits,
     }
     return answer, problems
 
 
-def _speed(change: "SpeedChange", busy: bool = False) -> str:
+def _speed(change: "SpeedChange", unclear: bool = False) -> str:
     interval = f"{change.relative:+.1%}, 95%: {change.low:+.1%} to {change.high:+.1%}"
-    return f"{change.before:.1f} → {change.after:.1f} tok/s: {'unclear' if busy else change.verdict} ({interval})"
+    return f"{change.before:.1f} → {change.after:.1f} tok/s: {'unclear' if unclear else change.verdict} ({interval})"
 
 
 def _replies(result: "GoldenComparison", before: "GoldenRecord") -> str:

@@ -39,6 +39,10 @@ PROMPTS = (*QUESTIONS[:3], *STORIES[:1])
 # that an update has to do with (clocks, placement of pages, neighbours).
 MARGIN = 0.08
 BUSY = 0.2
+# A product of torch is timed before and after: if it became slower too, the machine did, not mycli. A sample takes
+# milliseconds.
+REFERENCE_SIZE = {"cpu": 512, "cuda": 4096}
+REFERENCE_SAMPLES = 25
 _RESAMPLES = 1000
 _VERSION = 1
 
@@ -64,6 +68,7 @@ class GoldenRecord:
     compared: tuple[str, ...] = ()
     reminded: tuple[str, ...] = ()
     busy: float = 0.0  # seconds per second in which threads of the measurement waited for a core
+    reference: tuple[float, ...] = ()  # products per second (REFERENCE_SIZE)
 
     def is_new(self, version: str) -> bool:
         """Return whether `version` (`current_version`) neither made this record nor was compared with it."""
@@ -101,6 +106,7 @@ class GoldenRecord:
                 compared=tuple(fields.array("compared", str)),
                 reminded=tuple(fields.array("reminded", str)),
                 busy=fields.number("busy", 0.0),
+                reference=tuple(fields.array("reference", float)) if "reference" in fields.values else (),
             )
         except (ModelError, ValueError):
             return None
@@ -136,12 +142,14 @@ def record(
         fast = opened.generate(prompt, params=SamplingParams(), max_tokens=REPLY_TOKENS)
         replies.append((fast, opened.generate(prompt, params=SamplingParams(), max_tokens=REPLY_TOKENS, logprobs=TOP)))
     trials = _trials(opened, lengths, seconds)
+    device = opened.placement.device
+    _reference_rates(device)  # the first products are slower
+    reference = _reference_rates(device)
     rates, waited, began = {}, cpu_wait_seconds() or 0.0, time.monotonic()
     for name, (trial, repetitions) in trials.items():
         progress(f"speed of {name}", 0, repetitions)
         result = run_trial(opened.model.runner, trial, repetitions, progress=_counted(progress, name, repetitions))
         rates[name] = result.rates
-    device = opened.placement.device
     return GoldenRecord(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         dtype=opened.placement.dtype_name,
@@ -152,7 +160,18 @@ def record(
         lengths={name: trial.prompt or trial.generate for name, (trial, _) in trials.items()},
         rates=rates,
         busy=((cpu_wait_seconds() or 0.0) - waited) / (time.monotonic() - began),
+        reference=(*reference, *_reference_rates(device)),
     )
+
+
+def _reference_rates(device: torch.device) -> tuple[float, ...]:
+    size, rates = REFERENCE_SIZE[device.type], []
+    left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    for _ in range(REFERENCE_SAMPLES):
+        began = time.perf_counter()
+        (left @ right)[0, 0].item()  # waits for a GPU
+        rates.append(1 / (time.perf_counter() - began))
+    return tuple(rates)
 
 
 def _counted(progress: Callable[[str, int, int], None], name: str, total: int) -> Callable[[int], None]:
@@ -226,16 +245,23 @@ class GoldenComparison:
     """`divergence`: (prompt, token) of the first reply that differs, counted from 0; None if all tokens are equal.
 
     `busy`: other programs took so much CPU time from one of the measurements that speeds cannot be compared.
+    `machine`: the change of the reference product; None if a record has none.
     """
 
     speed: Mapping[str, SpeedChange]
     divergence: tuple[int, int] | None
     same_bits: bool
     busy: bool
+    machine: SpeedChange | None = None
+
+    @property
+    def unclear(self) -> bool:
+        """Return whether the machine was disturbed, or became faster or slower itself."""
+        return self.busy or (self.machine is not None and self.machine.verdict != "no change")
 
     @property
     def slower(self) -> list[str]:
-        return [name for name, change in self.speed.items() if change.verdict == "slower" and not self.busy]
+        return [name for name, change in self.speed.items() if change.verdict == "slower" and not self.unclear]
 
 
 def compare_records(before: GoldenRecord, after: GoldenRecord) -> GoldenComparison:
@@ -243,7 +269,8 @@ def compare_records(before: GoldenRecord, after: GoldenRecord) -> GoldenComparis
     pairs = enumerate(zip(before.tokens, after.tokens, strict=True))
     divergence = next(((number, _first_difference(*pair)) for number, pair in pairs if pair[0] != pair[1]), None)
     busy = max(before.busy, after.busy) > BUSY
-    return GoldenComparison(speed, divergence, divergence is None and before.logprobs == after.logprobs, busy)
+    machine = speed_change(before.reference, after.reference) if before.reference and after.reference else None
+    return GoldenComparison(speed, divergence, divergence is None and before.logprobs == after.logprobs, busy, machine)
 
 
 def _first_difference(first: Sequence[int], second: Sequence[int]) -> int:

@@ -62,8 +62,9 @@ def made(**changes: object) -> GoldenRecord:
 def test_a_record_comes_back_as_it_was_and_a_foreign_one_does_not(tmp_path: Path) -> None:
     path = tmp_path / "state" / "pico-cpu.json"
     assert GoldenRecord.read(path) is None
-    made().write(path)
-    assert GoldenRecord.read(path) == made() and path.stat().st_mode & 0o777 == 0o600
+    stored = made(reference=(700.5, 701.25))
+    stored.write(path)
+    assert GoldenRecord.read(path) == stored and path.stat().st_mode & 0o777 == 0o600
     for text in ("", "{}", "[]", path.read_text().replace('"format_version": 1', '"format_version": 2')):
         path.write_text(text)
         assert GoldenRecord.read(path) is None
@@ -101,6 +102,15 @@ def test_a_busy_machine_is_no_evidence_of_speed() -> None:
         assert result.busy and result.slower == []
 
 
+def test_a_machine_that_became_slower_is_not_a_slower_program() -> None:
+    slow = made(rates={"prompt": (1.0, 1.1, 1.2), "reply": (0.3, 0.31, 0.32)}, reference=(0.7, 0.7, 0.71))
+    with_reference = made(reference=(1.0, 1.0, 1.01))
+    result = compare_records(with_reference, slow)
+    assert result.unclear and not result.busy and result.slower == []
+    assert compare_records(with_reference, replace(slow, reference=(0.99, 1.0, 1.0))).slower == ["prompt", "reply"]
+    assert compare_records(made(), slow).slower == ["prompt", "reply"]  # an older record has no reference
+
+
 def test_what_is_measured_is_repeatable_and_sees_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SAMPLE_SECONDS": 0.005, "TIMED_TOKENS": 16, "REPLY_TOKENS": 6, "FEWEST_SAMPLES": 2}.items():
         monkeypatch.setattr(golden_record, name, value)
@@ -111,6 +121,7 @@ def test_what_is_measured_is_repeatable_and_sees_another_dtype(monkeypatch: pyte
         result = compare_records(first, again)
         assert result.divergence is None and result.same_bits and first.lengths == again.lengths
         assert len(first.rates["reply"]) >= golden_record.FEWEST_SAMPLES and min(first.rates["prompt"]) > 0
+        assert len(first.reference) == 2 * golden_record.REFERENCE_SAMPLES and min(first.reference) > 0
         assert first.tokens[0] and len(first.tokens) == len(golden_record.PROMPTS)
     with open_model("pico", EngineConfig(device="cpu", context=256, dtype="float32"), offline=True) as opened:
         assert not compare_records(first, record(opened, folder, first.lengths, seconds=0.01)).same_bits
