@@ -154,6 +154,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always loaded
 
 
+@pytest.mark.slow
 def test_a_part_of_the_first_call_rehearsed(folder: Path, tmp_path: Path) -> None:
     told = rehearsed("first_call", folder, tmp_path, "small products")
     (row,) = told["parts"]["small products"]

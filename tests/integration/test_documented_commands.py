@@ -39,7 +39,7 @@ TYPED = re.compile(
 # Pattern -> replacement, applied in this order before a command is run.
 STAND_INS = {
     r"pull (?:MODEL|org/model) --bits 4": "pull Qwen/Qwen2.5-0.5B-Instruct --bits 4 --method rtn --overwrite",
-    r"--target-size 15\.4GiB": "--target-size 4MiB --samples 8 --seq 128 --report none",
+    r"MODEL --target-size 15\.4GiB": "pico-draft --target-size 1.25MiB --samples 8 --seq 128 --report none",
     r"serve MODEL MODEL --models-dir DIR": "serve pico pico-draft",
     r"serve --models-dir ~/models --memory 40GiB --pin qwen3-8b": "serve pico pico-draft --memory 4GiB --pin pico",
     r"serve Qwen/Qwen3-Embedding-0\.6B": "serve pico",
@@ -77,6 +77,7 @@ STAND_INS = {
     r"--samples 64 --seq 512": "--samples 8 --seq 128 --overwrite",
     r"pico(.*) --report full": r"pico-draft\1 --group 64 --method rtn --report quick",
     r"pico (?=--method nf4)": "pico-draft ",
+    r"quantize pico(?=.* --hessian model)": "quantize pico-draft --group 64",
     r"quantize pico (?=--adapter|--samples)": "quantize pico --method rtn ",
     r"(quantize Qwen\S+)": r"\1 --method rtn",
     r"(?<=Instruct-)gptq": "rtn",
@@ -316,6 +317,9 @@ def test_readme_shows_what_its_commands_print(environment: dict[str, str], tmp_p
     """Figures vary by machine; names of lines and titles do not."""
     shown = re.findall(r"^\$ (mycli (?!run).*)\n((?:.+\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     assert [line.split()[1] for line, _ in shown] == ["quantize", "show", "estimate"]
+    config = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("[quantize]\nsamples = 8\nseq = 128\n")
     for line, output in shown:
         words = [sys.executable, "-m", "mycli.cli", *shlex.split(line)[1:]]
         done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)

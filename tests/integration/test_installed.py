@@ -66,7 +66,7 @@ def linked(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("editable", marks=pytest.mark.slow)])
 def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Path, environment: dict[str, str]) -> None:
     editable = ["-e"] if kind == "editable" else []
     program = install([*editable, str(linked(tmp_path / "source"))], tmp_path / "environment")

@@ -122,7 +122,7 @@ def after(seconds: float) -> Moment:
     return wait
 
 
-@pytest.mark.parametrize("method", ["gptq", pytest.param("rtn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
 def test_the_same_bytes_little_disk_after_kills(
     method: str, server: HubServer, expected: Expected, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ SLIM = {**WIDE, "hidden_size": 256, "intermediate_size": 512}  # as many bytes o
             {"group": 64, "method": "rtn"},
             "quick",
             id="measuring",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             NARROW,
