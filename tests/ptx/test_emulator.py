@@ -261,7 +261,8 @@ def sum_of(first: int, size: int) -> float:
     return float(out)
 
 
-@pytest.mark.parametrize(("guard", "first", "size"), [("after", 0, 101), pytest.param("before", -4, 100, marks=pytest.mark.slow)]
+@pytest.mark.parametrize(
+    ("guard", "first", "size"), [("after", 0, 101), pytest.param("before", -4, 100, marks=pytest.mark.slow)]
 )
 def test_a_read_next_to_a_tensor_fails_the_launch(guard: str, first: int, size: int, folder: Path) -> None:
     """One element after it, or four before it; within the tensor and without a guard the same kernel runs."""
