@@ -183,15 +183,13 @@ def _trials(opened: "OpenedModel", lengths: Mapping[str, int] | None, seconds: f
     prompt = (lengths or {}).get("prompt", min(TIMED_TOKENS, longest))
     (short,) = run_trial(runner, Trial(0, min(16, longest)), 1).rates
     reply = (lengths or {}).get("reply", max(8, min(int(short * SAMPLE_SECONDS), longest)))
-    (fast,) = run_trial(runner, Trial(prompt, 0), 1).rates
+    trials = {"prompt": Trial(prompt, 0), "reply": Trial(0, reply)}
 
-    def repetitions(sample_seconds: float) -> int:
-        return max(FEWEST_SAMPLES, min(100, int(seconds / 2 / sample_seconds)))
+    def repetitions(trial: Trial) -> int:
+        rate = max(run_trial(runner, trial, 2).rates)  # one sample alone may have been disturbed
+        return max(FEWEST_SAMPLES, min(100, int(seconds / 2 * rate / (trial.prompt or trial.generate))))
 
-    return {
-        "prompt": (Trial(prompt, 0), repetitions(prompt / fast)),
-        "reply": (Trial(0, reply), repetitions(reply / short)),
-    }
+    return {name: (trial, repetitions(trial)) for name, trial in trials.items()}
 
 
 def _digest(replies: Sequence[Completion]) -> str:
