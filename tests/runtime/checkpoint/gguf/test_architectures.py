@@ -16,6 +16,7 @@ import torch
 from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
+from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_factors
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
@@ -96,6 +97,13 @@ def test_the_keys_written_are_the_converters(name: str) -> None:
     for key in both:
         assert written[key] == pytest.approx(keys[key]), key
     assert any(not needed.holds(model) for needed in architecture.requires) == (name in UNLOADABLE)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_frequency_factors_written_are_the_converters(name: str) -> None:
+    factors = rope_factors(parse_config(Fields(FACTS[name]["config"], "config.json")))
+    assert factors.keys() == {tensor for tensor in FACTS[name]["tensors"] if tensor in ROPE_TENSORS}
+    assert all(values == pytest.approx(FACTS[name]["factors"]) for values in factors.values())
 
 
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
