@@ -24,6 +24,7 @@ from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
+from tests.support.published import PUBLISHED
 
 FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.json").read_text())
 
@@ -104,6 +105,23 @@ def test_the_frequency_factors_written_are_the_converters(name: str) -> None:
     factors = rope_factors(parse_config(Fields(FACTS[name]["config"], "config.json")))
     assert factors.keys() == {tensor for tensor in FACTS[name]["tensors"] if tensor in ROPE_TENSORS}
     assert all(values == pytest.approx(FACTS[name]["factors"]) for values in factors.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "writable"),
+    [
+        ({}, False),  # fewer tokens have per-layer inputs
+        ({"vocab_size": 262144}, True),
+        ({"vocab_size": 262144, "num_kv_shared_layers": 16}, False),
+        ({"vocab_size": 262144, "num_kv_shared_layers": 14}, False),
+        ({"vocab_size": 262144, "activation_sparsity_pattern": [0.95] * 11 + [0.0] * 24}, False),
+        ({"vocab_size": 262144, "activation_sparsity_pattern": [0.95] * 9 + [0.0] * 26}, False),
+    ],
+)
+def test_llama_cpp_knows_of_gemma_3n_only_what_is_published(changes: dict[str, Any], writable: bool) -> None:
+    text = Fields(PUBLISHED["gemma-3n-E4B"]["config"], "config.json").object("text_config").values
+    model = parse_config(Fields({**text, **changes}, "config.json"))
+    assert all(needed.holds(model) for needed in written_architecture(model).requires) is writable
 
 
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
