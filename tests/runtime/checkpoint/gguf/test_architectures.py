@@ -124,6 +124,16 @@ def test_llama_cpp_knows_of_gemma_3n_only_what_is_published(changes: dict[str, A
     assert all(needed.holds(model) for needed in written_architecture(model).requires) is writable
 
 
+def test_multipliers_of_biases_and_tied_heads_stay() -> None:
+    def folds(**changes: bool) -> bool:
+        config = parse_config(Fields({**FACTS["falcon_h1-multipliers"]["config"], **changes}, "config.json"))
+        return written_architecture(config).folded(config) != config
+
+    assert folds()
+    for change in ("tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias"):
+        assert not folds(**{change: True}), change
+
+
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
     """Return the recorded GLM 4.5 (layers are blocks 0 to 2) with one tensor of an MTP head in block 3."""
     facts = FACTS["glm4_moe-8top3-scaled"]
