@@ -225,6 +225,12 @@ def test_the_report_of_a_model(child: ChatTemplate, tokenizer: Tokenizer, quick:
     assert costs.tool is not None and costs.tool > 50
 
 
+def test_the_costs_of_an_exchange_are_those_of_its_marks(child: ChatTemplate, tmp_path: Path, quick: None) -> None:
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+    costs = check_template(probe_of(child, turns, make(tmp_path))).costs
+    assert costs is not None and costs.exchange == len("assistant: user: ") + 2 and costs.start == len("user: ")
+
+
 def test_what_cannot_be_rendered_ends_the_report(child: ChatTemplate, quick: None) -> None:
     report = check_template(probe_of(child, "{{ messages.x.y }}"))
     assert [finding.code for finding in report.findings] == ["fails"]
