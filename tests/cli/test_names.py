@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.flags.config_file import apply_preset
-from mycli.runtime.hub.names import normalize_model_name, suggest_models
+from mycli.runtime.hub.names import normalize_model_name
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO
@@ -29,22 +29,6 @@ from tests.support.paths import PICO
 )
 def test_an_address_of_the_hub_is_a_name(typed: str, plain: str) -> None:
     assert normalize_model_name(typed) == plain
-
-
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("llama3", "meta-llama/Llama-3"),
-        ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
-        ("Phi4", "microsoft/phi-4"),
-        ("zzz", None),
-        ("a b", None),
-    ],
-)
-def test_names_of_other_programs_get_candidates(name: str, first: str | None) -> None:
-    found = suggest_models(name)
-    assert found[0].startswith(first) if first else not found
-    assert len(found) <= 4
 
 
 def test_a_preset_is_a_model_with_settings(mycli: Mycli, environment: dict[str, str]) -> None:

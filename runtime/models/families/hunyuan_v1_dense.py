@@ -26,6 +26,6 @@ def read(raw: Fields) -> ModelConfig:
     scaling = raw.object("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
     if fields["rope_scaling"].kind == "dynamic" and scaling.has("alpha"):
         alpha, dim = scaling.number("alpha", low=1e-3, high=1e9), fields["head_dim"]
-        if alpha and dim > 2:  # "dynamic" in the files, but independent of the length
+        if dim > 2:  # "dynamic" in the files, but independent of the length
             fields |= {"rope_theta": fields["rope_theta"] * alpha ** (dim / (dim - 2)), "rope_scaling": RopeScaling()}
     return ModelConfig(**fields, **hf_config.attention_biases(raw), build_layer=layer)

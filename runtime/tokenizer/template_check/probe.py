@@ -31,7 +31,7 @@ TOOL: Mapping[str, Any] = {
 }
 
 
-def user(index: int = 0) -> Message:
+def user(index: int) -> Message:
     return Message("user", PLANTED_QUESTIONS[index])
 
 

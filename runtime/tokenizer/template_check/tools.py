@@ -21,6 +21,7 @@ from mycli.runtime.tokenizer.template_check.probe import (
 )
 
 _LONG_ID = "call_0123456789abcdef01234567"  # as OpenAI's and this server's ids
+_QUOTED = 200  # characters of a call in a message
 
 
 def check_tools(probe: Probe) -> Iterator[Finding]:
@@ -52,10 +53,10 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
         return
     tool_format = probe.tool_format
     if tool_format is None:
-        yield Finding("unknown-call-format", {"written": written[len(opening) :][:200]})
+        yield Finding("unknown-call-format", {"written": written[len(opening) :][:_QUOTED]})
         return
     if not _reads_back(tool_format, _reply(opening, written), 1):
-        yield Finding("call-not-parsed", {"format": tool_format.name, "written": _reply(opening, written)[:200]})
+        yield Finding("call-not-parsed", {"format": tool_format.name, "written": _reply(opening, written)[:_QUOTED]})
         return
     try:
         several = probe.text([user(0), assistant(calls=2)], tools=True)
@@ -63,7 +64,7 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
         yield Finding("several-calls-refused", {"cause": error.message})
         return
     if not _reads_back(tool_format, _reply(opening, several), 2):
-        data = {"format": tool_format.name, "written": _reply(opening, several)[:200]}
+        data = {"format": tool_format.name, "written": _reply(opening, several)[:_QUOTED]}
         yield Finding("call-not-parsed", data)
 
 

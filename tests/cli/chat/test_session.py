@@ -125,6 +125,27 @@ def test_two_chats_on_one_file_lose_nothing(chat: Chat, tmp_path: Path) -> None:
         assert kept.turns == chat.conversation.turns
 
 
+@pytest.mark.parametrize(
+    ("editors", "answered"),
+    [
+        ({"VISUAL": "sed -i s/Japan/Italy/", "EDITOR": "false"}, "Italy"),
+        ({"VISUAL": "", "EDITOR": "sed -i s/Japan/France/"}, "France"),
+        ({"VISUAL": "true"}, "Japan"),
+    ],
+)
+def test_a_message_is_edited_in_visual_or_in_editor(
+    chat: Chat, editors: dict[str, str], answered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VISUAL", "EDITOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, editor in editors.items():
+        monkeypatch.setenv(name, editor)
+    monkeypatch.setattr(Output, "interactive", True)
+    chat.answer("What is the capital of Japan?")
+    SlashCommands(chat).handle("/edit")
+    assert [turn.content for turn in chat.conversation.turns][::2] == [f"What is the capital of {answered}?"]
+
+
 def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:
     chat.overflow = "drop-oldest"
     chat.conversation.system = "You are Pico."

@@ -1,6 +1,7 @@
 """Test `mycli serve` with several models, as processes: states, failures of one model, and clean shutdown."""
 
 import http.client
+import io
 import json
 import os
 import shutil
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from mycli.cli.command import Call
+from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words, setting_words
-from mycli.cli.serving.model_catalog import requested_models
+from mycli.cli.output import Output
+from mycli.cli.serving.model_catalog import Catalog, ModelRequest, requested_models
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.application import ROUTES
 from mycli.runtime.server.router.application import ROUTER_ROUTES
@@ -187,6 +191,20 @@ def test_models_of_a_folder_are_found(tmp_path: Path, models_dir: Path, monkeypa
     assert found == ["a", "b-00001-of-00002", "damaged", "foreign", "good", "nested"]
     with pytest.raises(UsageError, match="no model to serve"):
         requested_models([], SeveralModelsFlags())
+
+
+@pytest.mark.parametrize(
+    ("source", "removable"),
+    [("org/name", "org/name"), ("qwen", "qwen"), ("pico", ""), ("./folder", ""), ("/models/a.gguf", "")],
+)
+def test_only_downloaded_models_can_be_removed_by_clients(
+    source: str, removable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Catalog, "_plan", lambda *_: (64, 1 << 20, None))
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    call = Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True)
+    catalog = Catalog(call, AddressFlags(), SeveralModelsFlags(), (), tmp_path)
+    assert catalog.routed_model(ModelRequest("name", source, {}), "0", {}).removable == removable
 
 
 @pytest.mark.parametrize(

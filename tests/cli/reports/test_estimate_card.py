@@ -7,6 +7,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.probe import Target
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import GIB
 from tests.support.paths import PICO
 
@@ -31,3 +32,13 @@ def test_a_draft_has_a_row_of_its_own() -> None:
         cards.append(dict(estimate_rows(subject, estimate_json(subject, None))))
     assert cards[1].keys() - cards[0].keys() == {"draft"}
     assert cards[1]["draft"].endswith(" MiB") and cards[1]["weights"] == cards[0]["weights"]
+
+
+def test_the_weights_are_named_by_their_packings_or_their_dtype() -> None:
+    folder = open_model_folder(PICO)
+    plan, target = MemoryPlan(folder.config), Target("cpu", "CPU", False, GIB)
+    names = {linear.name: Packing(4, 64) for linear in folder.config.linears()}
+    mixed = {**names, "lm_head": Packing(8, None)}
+    plans = [replace(plan, packings=mixed), replace(plan, packings=names), replace(plan, dtype="float16"), plan]
+    found = [EstimateSubject("pico", folder, each, target, PackingScheme()).scheme_name for each in plans]
+    assert found == [f"int4-g64+{Packing(8, None).name}", "int4-g64", "float16", folder.config.dtype]

@@ -2,15 +2,17 @@
 
 import json
 import shutil
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mycli.quant.calibration import sampler as calibration
-from mycli.quant.calibration.sampler import Calibration
+from mycli.quant.calibration.sampler import Calibration, _windows
 from mycli.quant.evaluate import held_out_text
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer.chat_template import Message
@@ -112,6 +114,22 @@ def test_a_file_is_cut_evenly_and_never_twice(tmp_path: Path, tokenizer: Tokeniz
     plain = sorted(window.tolist() for window in many.windows[1::2])
     for window in plain:
         assert any(ids[start : start + 128] == window for start in range(len(ids)))
+
+
+@given(length=st.integers(1, 200), count=st.integers(0, 12), seq=st.integers(1, 40), seed=st.integers(0, 9))
+def test_windows_overlap_only_where_the_text_is_too_short_and_are_spread_evenly_there(
+    length: int, count: int, seq: int, seed: int
+) -> None:
+    windows = _windows(torch.arange(length), count, seq, torch.Generator().manual_seed(seed))
+    assert windows.shape == (count, seq)
+    starts = [int(window[0]) for window in windows]
+    assert windows.tolist() == [[(start + at) % length for at in range(seq)] for start in starts]
+    steps = [after - before for before, after in pairwise(starts)]
+    if count * seq <= length:
+        assert all(step >= seq for step in steps)
+    elif count > 1:
+        assert starts[0] == 0 and starts[-1] == max(length, -(-seq // length) * length) - seq
+        assert max(steps) - min(steps) <= 1
 
 
 def test_rows_are_read_until_they_suffice_and_conversations_are_written_by_the_template(

@@ -73,6 +73,17 @@ def test_reasoning_is_no_structure_and_its_tags_are(tmp_path: Path) -> None:
     assert "think" in texts(tokenizer, reply, "markers") and "function" in texts(tokenizer, reply, "markers")
 
 
+def test_a_call_may_begin_with_the_name_of_its_function(tmp_path: Path) -> None:
+    before, _, call = (TEMPLATES / "tool_names.jinja").read_text().partition("<tool_call>")
+    name = "{{ call.function.name }}"
+    arguments = "{% for name, value in call.function.arguments.items() %}>{{ name }}={{ value }}{% endfor %}"
+    template = before + name + arguments + call.partition("</tool_call>")[2]
+    tokenizer = Tokenizer.load(with_template(tmp_path / "model", template), 4096)
+    reply = structured_reply(tokenizer, call_prompts()[0])
+    assert tokenizer.decode(reply.tokens).startswith("get_weather>city=Paris")
+    assert texts(tokenizer, reply, "names") == "get_weathercity" and texts(tokenizer, reply, None) == "Paris"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "valid"),
     [

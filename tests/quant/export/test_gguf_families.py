@@ -201,14 +201,6 @@ def test_what_llama_cpp_does_not_load_is_refused(name: str) -> None:
                 require_loadable(config, architecture, places)
 
 
-@pytest.mark.parametrize("change", ["tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias"])
-def test_multipliers_of_biases_and_tied_heads_stay_and_are_refused(change: str) -> None:
-    config = _config("falcon_h1-multipliers", {change: True})
-    assert written_architecture(config).folded(config) == config
-    plain = _config("falcon_h1-multipliers", {})
-    assert written_architecture(plain).folded(plain) != plain
-
-
 def test_low_rank_queries_are_required_of_minicpm3() -> None:
     config = _config("minicpm3-tied", {"q_lora_rank": None})
     with pytest.raises(ModelError, match="no tensor for it"):

@@ -4,9 +4,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mycli.quant.ggml import types
+from mycli.quant.ggml.block_type import Multiples
 from mycli.quant.ggml.solve import _SuperBlock, factor_for, round_blocks, solve
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 
@@ -45,6 +48,17 @@ def test_solved_blocks_are_read_alike_and_lose_less(name: str) -> None:
         )
         ours = dequantize_blocks(rounded, name).numpy()
         assert np.square(ours - weight.numpy()).sum() <= 1.001 * np.square(theirs - weight.numpy()).sum()
+
+
+@given(first=st.integers(-32, 32), count=st.integers(1, 64), step=st.integers(1, 4), seed=st.integers(0, 99))
+def test_multiples_are_the_nearest_ones(first: int, count: int, step: int, seed: int) -> None:
+    multiples, generator = Multiples(first, count, step), torch.Generator().manual_seed(seed)
+    every = torch.tensor([first + step * index for index in range(count)], dtype=torch.float32)
+    values = (torch.rand(20, generator=generator) - 0.25) * 2 * multiples.last + first
+    nearest = multiples.nearest(values)
+    assert torch.isin(nearest, every).all() and multiples.last == every[-1]
+    assert ((nearest - values).abs() <= (every - values[:, None]).abs().amin(1) + 1e-4).all()
+    assert multiples.nearest(torch.tensor([torch.nan, -torch.inf, torch.inf])).tolist() == [first, first, every[-1]]
 
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ2_XXS"])

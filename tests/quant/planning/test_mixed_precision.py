@@ -62,6 +62,14 @@ def test_no_other_choice_of_equal_size_loses_less() -> None:
     assert allocate.allocate(shares, 8.0, 3) == (8, 8, 8, 8)
 
 
+def test_bits_go_where_the_loss_falls_not_where_it_is_high() -> None:
+    sizes, steep = share(1.0).bytes, share(1.0)
+    nearly_flat = Share(1000, sizes, {bits: 10.0 - bits / 100 for bits in BITS})
+    assert allocate.allocate([nearly_flat, steep], 3.5, 3) == (3, 4)
+    worse_with_more = Share(1000, sizes, {bits: 1.0 + bits / 100 for bits in BITS})
+    assert allocate.allocate([worse_with_more, steep], 8.0, 3) == (3, 8)
+
+
 def test_what_is_too_little_is_refused() -> None:
     assert allocate.low_width(3.5, 128) == 3 and allocate.low_width(3.1, 128) == 2 and allocate.low_width(9, None) == 4
     with pytest.raises(UsageError, match=r"2\.01 bits per weight is too low: 3 bits with scales take 3\.000"):

@@ -170,6 +170,18 @@ def test_files_of_exactly_the_limit_stay_when_the_folder_is_opened(tmp_path: Pat
     assert held(PrefixStore(tmp_path, ONE, 3 * FILE)) == [values(0), values(1), values(2)]
 
 
+def test_files_of_other_processes_count_after_a_sixteenth_of_the_limit_was_written(tmp_path: Path) -> None:
+    texts = [[text, *TEXT[1:]] for text in range(12)]
+    store = PrefixStore(tmp_path, ONE, 32 * FILE)
+    for text in texts[:10]:
+        filled(tmp_path, limit=32 * FILE, text=text).close()
+    for text in texts[10:]:
+        for piece in store.missing(store.pieces(text)):
+            store.write(piece, values(piece.index))
+    store.close()
+    assert len(list(tmp_path.glob("*.kv"))) == 32 and store.stats.nbytes == 32 * FILE
+
+
 def test_processes_that_share_a_folder_write_whole_files(tmp_path: Path) -> None:
     texts = [[text % 5, *TEXT[1:]] for text in range(20)]
 

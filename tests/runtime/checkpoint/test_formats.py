@@ -8,25 +8,23 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from mycli.runtime.checkpoint.formats import read_quantization
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 
-CONFIG = parse_config(
-    Fields(
-        {
-            "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 4,
-            "vocab_size": 100,
-            "dtype": "bfloat16",
-        },
-        "config.json",
-    )
-)
+RAW = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "dtype": "bfloat16",
+}
+CONFIG = parse_config(Fields(RAW, "config.json"))
 NAMES = [linear.name for linear in CONFIG.linears()]
 
 
@@ -69,6 +67,24 @@ def test_an_exact_name_wins_over_a_regex_over_the_class() -> None:
     assert actual["model.layers.4.mlp.up_proj"].bits == 4
     assert actual["model.layers.4.mlp.down_proj"].bits == 8
     assert "lm_head" not in actual
+
+
+def test_the_block_of_bitsandbytes_follows_from_the_number_of_scales() -> None:
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    fields = Fields({"quantization_config": section}, "config.json")
+
+    def blocks(config: ModelConfig, block: int, *dimensions: int) -> set[object]:
+        headers = {}
+        for linear in config.linears():
+            name, count = f"{linear.name}.weight.absmax", -(-linear.out_features * linear.in_features // block)
+            headers[name] = TensorEntry(name, "F32", (*dimensions, count), "a.safetensors", 0, 4 * count)
+        return {packing.dialect[1] for packing in read_quantization(fields, config, headers).values()}
+
+    for block in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+        assert blocks(CONFIG, block) == {block}
+    small = parse_config(Fields({**RAW, "hidden_size": 16, "intermediate_size": 16}, "config.json"))
+    assert blocks(small, 128, 1) == {64}, "not the shape of scales"
+    assert {packing.dialect[1] for packing in read_quantization(fields, small).values()} == {64}
 
 
 def test_no_section_is_no_quantization() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
+from mycli.runtime.engine.request_state import RequestState
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import KvDtype
+from mycli.runtime.sampling.grammars.state import ReplyLimits
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import drain, kept, lanes, together, tokens_of, whole
 from tests.support.paths import PICO
@@ -198,6 +201,16 @@ def test_waiting_ends_at_the_deadline(pico: ModelRunner) -> None:
     now[0] = 2.0
     assert [one.finish_reason for one in engine.step() if one.sequence == 1] == ["deadline"]
     assert drain(engine)[0][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("deadline", [None, 5.0])
+def test_a_grammar_ends_the_reply_by_the_deadline(deadline: float | None) -> None:
+    def clock() -> float:
+        return 100.0
+
+    grammar = MagicMock(**{"start.return_value": None})
+    RequestState.start(Request((1,), grammar=grammar, deadline=deadline), 4096, CPU, 30, clock)
+    grammar.start.assert_called_once_with(limits=ReplyLimits(30, None if deadline is None else 105.0, clock))
 
 
 def test_forks_come_before_the_first_token(pico: ModelRunner) -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.hub import other_stores
 from mycli.runtime.hub.integrity import has_record
 from mycli.runtime.hub.local import local_models
-from mycli.runtime.hub.other_stores import find_stored
+from mycli.runtime.hub.other_stores import find_stored, stored_models
 from mycli.runtime.hub.resolve import resolve
 from tests.attacks.gguf_model_attacks import model
 from tests.support.other_stores import lm_studio, ollama
@@ -70,6 +71,16 @@ def test_lm_studios_names(home: Path) -> None:
     large.unlink()
     assert resolve("org/tiny-GGUF").folder == small
     assert find_stored("org/tiny-GGUF:Q2_K") is None
+
+
+def test_a_store_is_listed_up_to_a_bound(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        ollama(home, DATA, "registry.ollama.ai", "library", "tiny", f"{number}b")
+        lm_studio(home, DATA, f"org/tiny-{number}-GGUF/tiny.gguf")
+    assert len([*stored_models()]) == 6
+    monkeypatch.setattr(other_stores, "_MAX_MODELS", 2)
+    names = [model.name for model in stored_models()]
+    assert len(names) == 4 and not any("2b" in name or "tiny-2" in name for name in names)
 
 
 def test_list_says_where_a_file_lies(home: Path) -> None:

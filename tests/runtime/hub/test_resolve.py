@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import names as hub_names
 from mycli.runtime.hub import store
-from mycli.runtime.hub.names import choose_quant, normalize_model_name, split_name, split_quant
+from mycli.runtime.hub.names import choose_quant, normalize_model_name, split_name, split_quant, suggest_models
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.hub.store import HubFile, missing_files, read_shards
 from mycli.runtime.utils.json_fields import read_object
@@ -103,6 +103,24 @@ def test_a_branch_never_pulled_is_not_another_one() -> None:
     assert remedy(error) == "mycli pull org/tiny" and error.exit_code == ExitCode.NOT_FOUND
     cached("org/loose", ref=None)
     assert f"org/loose@{COMMIT}" in failure("org/loose").message
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("llama3", "meta-llama/Llama-3"),
+        ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
+        ("Phi4", "microsoft/phi-4"),
+        ("phi", "microsoft/phi-4"),
+        ("7b", None),
+        ("zzz", None),
+        ("a b", None),
+    ],
+)
+def test_names_of_other_programs_get_candidates(name: str, first: str | None) -> None:
+    found = suggest_models(name)
+    assert found[0].startswith(first) if first else not found
+    assert len(found) <= 4
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,10 @@ def test_what_is_not_alike_is_declined() -> None:
     assert isinstance(native_routed_product(mixed, x, starts, None), Declined)
     learning = [torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     assert isinstance(native_routed_product(learning, x, starts, None), Declined)
+    x, table = torch.randn(2, 96).bfloat16(), in_table_codes(48, "nf4", 0)
+    for other in (in_table_codes(32, "nf4", 1), in_table_codes(48, "e4m3", 1), packed(48, 96, 4, 1)):
+        declined = native_routed_product([table, other], x, starts, None)
+        assert declined == Declined("experts-not-tables-alike")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -179,19 +183,21 @@ def test_weighted_sums_are_the_twins(shape: tuple[int, int, int], dtype: str) ->
     torch.testing.assert_close(y.double(), exact, rtol=0.01, atol=0.01)
 
 
+def in_table_codes(outputs: int, codes: Codes, seed: int, dtype: torch.dtype = torch.bfloat16) -> Matmul:
+    generator, bits = torch.Generator().manual_seed(seed), 8 if codes == "e4m3" else 4
+    packed = torch.randint(0, 1 << 30, (outputs, 96 * bits // 32), generator=generator).int() & 0x3F3F3F3F
+    scales = (torch.rand(outputs, 3, generator=generator) + 0.5).bfloat16()
+    packing = Packing(bits, 32, codes=codes, scale_dtype="bfloat16")
+    return prepare_product(PackedWeight(packed, scales, packing, 96), dtype)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("codes", ["fp4", "nf4", "e4m3"])
 @pytest.mark.parametrize("tokens", [1, 3, 21], ids=lambda tokens: f"{tokens}-tokens")
 def test_products_in_codes_of_tables_are_those_of_each_expert_alone(tokens: int, codes: Codes, dtype: str) -> None:
     """The 37 outputs do not divide evenly among tasks; an expert with too many rows is declined."""
-    kind, bits = DTYPES[dtype], 8 if codes == "e4m3" else 4
-    experts = []
-    for seed in range(9):
-        generator = torch.Generator().manual_seed(seed)
-        packed = torch.randint(0, 1 << 30, (37, 96 * bits // 32), generator=generator).int() & 0x3F3F3F3F
-        scales = (torch.rand(37, 3, generator=generator) + 0.5).bfloat16()
-        weight = PackedWeight(packed, scales, Packing(bits, 32, codes=codes, scale_dtype="bfloat16"), 96)
-        experts.append(prepare_product(weight, kind))
+    kind = DTYPES[dtype]
+    experts = [in_table_codes(37, codes, seed, kind) for seed in range(9)]
     assert all(isinstance(each, TableMatmul) for each in experts)
     check(experts, tokens, 96, kind)
     many = torch.tensor([0, MAX_DECODED_ROWS, 2 * MAX_DECODED_ROWS + 1], dtype=torch.int32)

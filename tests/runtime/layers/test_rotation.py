@@ -64,6 +64,22 @@ def test_tables_of_published_models(name: str, kinds: int) -> None:
         assert tables.cos.shape == (4, spec.dim // 2)
 
 
+@pytest.mark.parametrize("kind", ["none", "dynamic"])
+def test_tables_are_computed_once_up_to_the_end_of_the_cache(kind: str) -> None:
+    """With dynamic scaling they depend on the length of a sequence past the trained context."""
+    config = published("Phi-3.5-mini")
+    scaling = RopeScaling("dynamic", 4.0, 16) if kind == "dynamic" else RopeScaling()
+    rope = Rope(replace(config, rope_scaling=scaling), 32, CPU, torch.float32)
+    fixed = 16 if kind == "dynamic" else 32
+    whole = rope.every(fixed)
+    assert whole is not None
+    ((spec, tables),) = whole.items()
+    assert rope.tables(fixed - 3, 3)[spec].cos.data_ptr() == tables.cos[fixed - 3 :].data_ptr()
+    if kind == "dynamic":
+        assert rope.every(17) is None
+        assert not torch.equal(rope.tables(14, 3)[spec].cos[:2], tables.cos[14:])
+
+
 def test_the_short_factors_are_those_of_a_short_context() -> None:
     """The text length so far does not matter: keys keep their rotation."""
     from dataclasses import replace

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ResourceError, UsageError
 from mycli.runtime.memory.estimate import estimate
-from mycli.runtime.memory.fit import PackingScheme, fit, preflight, schemes, shortage
+from mycli.runtime.memory.fit import SHORTEST_CONTEXT, PackingScheme, fit, preflight, schemes, shortage
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import GIB, human_bytes
@@ -69,6 +69,16 @@ def test_fit_with_little_memory_shortens_the_usual_context() -> None:
     found = fit(LLAMA, 5 * GIB, None, schemes(LLAMA.config))
     assert found is not None and found[1].packing == Packing(2, 128) and 256 <= found[0].context < 8192
     assert fit(LLAMA, 2 * GIB, None, schemes(LLAMA.config)) is None
+
+
+@pytest.mark.parametrize("max_context, shortest", [(131072, SHORTEST_CONTEXT), (100, 100)])
+def test_fit_takes_no_context_below_the_shortest(max_context: int, shortest: int) -> None:
+    plan = replace(LLAMA, config=replace(LLAMA.config, max_context=max_context))
+    *_, last = choices = schemes(plan.config)
+    enough = estimate(replace(plan, packings=last.packings(plan.config), context=shortest)).total
+    found = fit(plan, enough, None, choices)
+    assert found is not None and found[0].context == shortest and found[1] == last
+    assert fit(plan, enough - 1, None, choices) is None
 
 
 def test_preflight_passes_and_returns_the_estimate() -> None:

@@ -37,6 +37,12 @@ def test_a_slot_is_an_expert_of_each_layer() -> None:
     assert weight_bytes(replace(MIXTURE, expert_slots=EXPERTS)) == weight_bytes(MIXTURE)
 
 
+def test_a_slot_holds_the_largest_expert_of_a_layer() -> None:
+    packings = {name: packing for name, packing in MIXTURE.packings.items() if ".0.mlp.experts.5." not in name}
+    assert len(packings) == len(MIXTURE.packings) - 3
+    assert slot_bytes(replace(MIXTURE, packings=packings)) == (LAYERS - 1) * EXPERT + 3 * 768 * 2048 * 2
+
+
 def test_where_all_fit_all_are_kept() -> None:
     assert with_fitting_experts(MIXTURE, 80 * GIB).expert_slots is None
     assert with_fitting_experts(MIXTURE, estimate(MIXTURE).total).expert_slots is None

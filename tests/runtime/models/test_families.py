@@ -253,6 +253,13 @@ def test_fields_under_the_names_of_other_families() -> None:
     assert parse("gpt_oss", rope_theta=777.0).rope_theta == 777.0, "the default scaling has no theta of its own"
 
 
+def test_the_alpha_of_hunyuan_stretches_the_theta_once() -> None:
+    alpha = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 10000.0}
+    config = parse("hunyuan_v1_dense", head_dim=16, rope_parameters=alpha)
+    assert config.rope_theta == pytest.approx(10000.0 * 1000.0 ** (16 / 14))
+    assert config.rope_scaling.kind == parse("llama").rope_scaling.kind
+
+
 def test_input_source_of_a_product() -> None:
     """The input factor can be undone only if each input is computed separately and used by this product alone."""
     assert isinstance(parse("gemma2").layer(0).input_source("qkv"), NormSpec)

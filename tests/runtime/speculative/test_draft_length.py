@@ -72,6 +72,19 @@ def test_it_says_once_that_it_does_not_pay_and_tries_again_ever_more_rarely() ->
     assert len([index for index in tries if index < 1000]) > len([index for index in tries if index > 4000])
 
 
+def test_only_the_class_of_proposals_that_does_not_pay_is_stopped() -> None:
+    policy = AdaptiveDraftLength(0.1)
+    for _ in range(3):
+        policy.observe_plain(STEP)
+    while not policy.stopped(1):
+        assert not policy.stopped(0) and not policy.stopped(2)
+        if count := policy.length(8, 1, 0):
+            policy.observe_draft(count, count, 1, STEP * (1.04 + 0.12 * count), 0)
+        if count := policy.length(8, 1, 1):
+            policy.observe_draft(count, 0, 1, STEP * (1.04 + 0.12 * count), 1)
+    assert policy.length(8, 1, 0) > 0 and not policy.stopped(0)
+
+
 def test_it_starts_again_when_the_text_changes() -> None:
     machine = Machine("small-draft", 0.0, 0)
     machine.make(1000)

@@ -232,6 +232,14 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
     assert PRE_TOKENIZERS[name].patterns == (theirs.GGUF_PRE_TOKENIZER_SPLITS[name],)
 
 
+def test_texts_are_split_by_our_patterns_where_the_published_ones_are_slow() -> None:
+    rules = [rule for rule in PRE_TOKENIZERS.values() if rule.published]
+    assert rules
+    for rule in rules:
+        steps = rule.sections()["pre_tokenizer"]["pretokenizers"]
+        assert tuple(step["pattern"]["Regex"] for step in steps if "pattern" in step) == rule.patterns
+
+
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [

@@ -2,7 +2,6 @@
 
 import math
 from array import array
-from itertools import pairwise
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
@@ -111,9 +110,7 @@ def _sparse_first(config: ModelConfig) -> bool:
 
 def _lends_late(config: ModelConfig) -> bool:
     owners = [layer.attention.kv_source is None for layer in config.layer_specs]
-    return owners == [index < _OWN_LAYERS for index in range(config.layers)] and all(
-        a >= b for a, b in pairwise(owners)
-    )
+    return owners == [index < _OWN_LAYERS for index in range(config.layers)]
 
 
 ARCHITECTURE = Architecture(

@@ -5,6 +5,7 @@ Record them with `python -m tests.benchmarks.gguf_converter LLAMA_CPP --record F
 
 import json
 from array import array
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
+from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_factors
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
@@ -23,6 +25,7 @@ from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
+from tests.support.published import PUBLISHED
 
 FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.json").read_text())
 
@@ -96,6 +99,60 @@ def test_the_keys_written_are_the_converters(name: str) -> None:
     for key in both:
         assert written[key] == pytest.approx(keys[key]), key
     assert any(not needed.holds(model) for needed in architecture.requires) == (name in UNLOADABLE)
+
+
+# What is written for these is read otherwise, which makes no difference to the logits: a share of gates with another
+# rounding, a scaling by 1; the parameters of xIELU are no metadata but tensors.
+READ_OTHERWISE = {"gemma3n-sparse-lent", "bitnet-gqa4:2", "apertus-llama3"}
+
+
+@pytest.mark.parametrize("name", sorted(FACTS.keys() - READ_OTHERWISE))
+def test_the_keys_written_are_read_as_the_converters(name: str) -> None:
+    """So no key is missing among those that are written."""
+    model = parse_config(Fields(FACTS[name]["config"], "config.json"))
+    architecture = written_architecture(model, name if name in MULTIMODAL_NAMES else "")
+    keys: dict[str, Any] = {"general.architecture": architecture.name}
+    for key, value in architecture.metadata(model).items():
+        if value != []:
+            keys[key] = array("f", [value])[0] if isinstance(value, float) else value  # stored in fp32
+    read, expected = (_folder({**FACTS[name], "keys": both}).config for both in (keys, FACTS[name]["keys"]))
+    assert read.layer_specs == expected.layer_specs
+    # The converter writes 2^20 for recurrent models. Sizes of layers that a model does not have make no difference.
+    assert replace(read, max_context=expected.max_context, build_layer=expected.build_layer) == expected
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_frequency_factors_written_are_the_converters(name: str) -> None:
+    factors = rope_factors(parse_config(Fields(FACTS[name]["config"], "config.json")))
+    assert factors.keys() == {tensor for tensor in FACTS[name]["tensors"] if tensor in ROPE_TENSORS}
+    assert all(values == pytest.approx(FACTS[name]["factors"]) for values in factors.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "writable"),
+    [
+        ({}, False),  # fewer tokens have per-layer inputs
+        ({"vocab_size": 262144}, True),
+        ({"vocab_size": 262144, "num_kv_shared_layers": 16}, False),
+        ({"vocab_size": 262144, "num_kv_shared_layers": 14}, False),
+        ({"vocab_size": 262144, "activation_sparsity_pattern": [0.95] * 11 + [0.0] * 24}, False),
+        ({"vocab_size": 262144, "activation_sparsity_pattern": [0.95] * 9 + [0.0] * 26}, False),
+    ],
+)
+def test_llama_cpp_knows_of_gemma_3n_only_what_is_published(changes: dict[str, Any], writable: bool) -> None:
+    text = Fields(PUBLISHED["gemma-3n-E4B"]["config"], "config.json").object("text_config").values
+    model = parse_config(Fields({**text, **changes}, "config.json"))
+    assert all(needed.holds(model) for needed in written_architecture(model).requires) is writable
+
+
+def test_multipliers_of_biases_and_tied_heads_stay() -> None:
+    def folds(**changes: bool) -> bool:
+        config = parse_config(Fields({**FACTS["falcon_h1-multipliers"]["config"], **changes}, "config.json"))
+        return written_architecture(config).folded(config) != config
+
+    assert folds()
+    for change in ("tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias"):
+        assert not folds(**{change: True}), change
 
 
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:

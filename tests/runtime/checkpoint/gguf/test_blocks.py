@@ -106,6 +106,7 @@ def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
     expected, actual = torch.from_numpy(_reference(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
     values = dequantize(actual)
     packing = actual.packing
+    assert actual.scales.shape[1] == packing.groups(actual.in_features)
     if actual.offsets is not None and packing.group_size is not None:
         largest = (actual.offsets.abs() + 16 * actual.scales.abs()).repeat_interleave(packing.group_size, dim=1)
         assert ((values - expected).abs() <= largest * 2.0**-23).all()

@@ -215,6 +215,14 @@ def test_arrays_are_numbers_not_objects() -> None:
     assert isinstance(parse(data).metadata.values["f"], array)
 
 
+@pytest.mark.parametrize("missing", [1, 5, 31])
+def test_a_file_that_ends_early_lacks_the_bytes_of_a_tensor(missing: int) -> None:
+    tensors = attacks.info(b"a", (16,)), attacks.info(b"b", (16,), offset=64)
+    with pytest.raises(ModelError, match=f"truncated: {missing} bytes of b are missing"):
+        parse(attacks.gguf((attacks.NAME,), tensors, bytes(128 - missing)))
+    assert parse(attacks.gguf((attacks.NAME,), tensors, bytes(128))).tensors.keys() == {"a", "b"}
+
+
 def test_a_reader_that_ends_early_is_an_error() -> None:
     data = attacks.gguf((attacks.NAME,), (attacks.ONE,))
     stream = io.BytesIO(data[:40])

@@ -11,6 +11,7 @@ import torch
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.engine.passes.graphs import StepInput
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -205,6 +206,17 @@ def test_an_int4_cache_needs_heads_that_are_rotated_whole_or_not_at_all() -> Non
     assert decline_config(partial) is None and "int4-partial-rotation" in str(decline_config(partial, "int4"))
     some = config_of(Case({"no_rope_layers": [1, 0]}, family="SmolLM3-3B"))
     assert decline_config(some, "int4") is None
+
+
+def test_a_scale_of_queries_that_are_not_rotated_is_the_plain_models() -> None:
+    """The table of such a layer, as in Llama 4, is that of a rotation of no dimensions."""
+
+    def declare(config: ModelConfig, index: int) -> LayerSpec:
+        layer = CONFIG.build_layer(config, index)
+        assert layer.attention.rope is not None
+        return replace(layer, mixer=replace(layer.attention, rope=replace(layer.attention.rope, dim=0)))
+
+    assert decline_config(replace(CONFIG, build_layer=declare)) == Declined("query-scale")
 
 
 def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None:

@@ -60,6 +60,8 @@ def test_shared_and_recursive_references_are_no_bombs() -> None:
     tree = {"allOf": [{"$ref": "#"}, {"properties": {"child": {"$ref": "#"}}}]}
     assert prepare(tree, strict=True, closed=True).nodes < 100
     assert prepare(doubling(3, "allOf"), True, True).nodes < 100
+    alternatives = {"anyOf": [{"$ref": "#/$defs/a"}] * 30, "$defs": {"a": {"enum": [*range(1000)]}}}
+    assert prepare(alternatives, strict=True, closed=True).nodes < 1100, "not merged, so not copied"
 
 
 @pytest.mark.parametrize("keyword", sorted(UNSUPPORTED))

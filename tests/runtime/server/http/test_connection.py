@@ -93,6 +93,19 @@ def test_g8_a_second_slow_request_on_a_connection_is_given_up_too(scripted: Scri
             assert parts == b"" or parts.startswith(b"HTTP/1.1 408")
 
 
+# Chunks are counted while more are to come, in slices of up to 2,730 chunks of one byte.
+@pytest.mark.parametrize(("size", "count", "refused"), [(1, 4000, False), (1, 7500, True), (64, 7500, False)])
+def test_a_body_of_many_small_chunks_is_refused(scripted: Scripted, size: int, count: int, refused: bool) -> None:
+    head = HEAD.replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked\r\nConnection: close")
+    body = (b"%x\r\n%b\r\n" % (size, b"x" * size)) * count + b"0\r\n\r\n"
+    with scripted("Hi") as served, socket.create_connection(("127.0.0.1", served.port), timeout=15) as link:
+        link.sendall(head + body)
+        answer = b""
+        while part := link.recv(4096):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 400") and (b"small_chunks" in answer) is refused
+
+
 def test_a_long_reply_is_no_slow_request(scripted: Scripted) -> None:
     """The deadlines apply to what a client sends, not to its waiting."""
     limits = ServerLimits(header_seconds=0.2, body_seconds=0.2)

@@ -101,6 +101,14 @@ def test_calls_are_read_however_they_are_cut(name: str, step: int) -> None:
     assert parse(BY_NAME[name], text, step) == expected
 
 
+# To the end of a reply these formats have a list of calls.
+@pytest.mark.parametrize("step", [1, 10_000])
+@pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"mistral", "granite"}))
+def test_blanks_around_text_after_a_call_are_dropped(name: str, step: int) -> None:
+    text, expected = WRITTEN[name]
+    assert parse(BY_NAME[name], text + "\n\n after it\n", step) == [*expected, "after it"]
+
+
 def test_every_format_is_written_here() -> None:
     assert set(WRITTEN) == set(BY_NAME)
 

@@ -148,6 +148,18 @@ def test_the_turn_at_fault_is_shown(child: ChatTemplate) -> None:
     assert excerpts("abc", "abd") == {"before": "ab", "expected": "c", "actual": "d"}
 
 
+@pytest.mark.parametrize(
+    ("code", "calls"), [("unknown-call-format", 1), ("call-not-parsed", 1), ("call-not-parsed", 2)]
+)
+def test_a_finding_holds_the_first_200_characters_of_a_call(code: str, calls: int, child: ChatTemplate) -> None:
+    long = f"{{{{ 'x' * 300 if message.tool_calls | length == {calls} else call.function.arguments | tojson }}}}"
+    tag = "tool_call" if code == "call-not-parsed" else "a_call"
+    source = GOOD.replace(CALL, f'"arguments": {long}').replace("<tool_call>", f"<{tag}>")
+    (finding,) = check_tools(probe_of(child, source))
+    beginning = f'<{tag}>\n{{"name": "find_herons", "arguments": '
+    assert finding.code == code and finding.data["written"] == beginning.ljust(200, "x")
+
+
 def test_turns_without_control_tokens_can_be_forged(child: ChatTemplate, tokenizer: Tokenizer) -> None:
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     assert not list(check_tokens(probe_of(child, turns, tokenizer)))
@@ -211,6 +223,12 @@ def test_the_report_of_a_model(child: ChatTemplate, tokenizer: Tokenizer, quick:
     costs = report.costs
     assert costs is not None and costs.start == 3 and costs.opening == 3 and costs.exchange == 10
     assert costs.tool is not None and costs.tool > 50
+
+
+def test_the_costs_of_an_exchange_are_those_of_its_marks(child: ChatTemplate, tmp_path: Path, quick: None) -> None:
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+    costs = check_template(probe_of(child, turns, make(tmp_path))).costs
+    assert costs is not None and costs.exchange == len("assistant: user: ") + 2 and costs.start == len("user: ")
 
 
 def test_what_cannot_be_rendered_ends_the_report(child: ChatTemplate, quick: None) -> None:
