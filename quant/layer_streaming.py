@@ -47,7 +47,7 @@ class SideInputs:
             # Only the rows of tokens that occur, in their stored dtype: whole tables may exceed the rest of the model.
             occurring, self._rows = torch.unique(tokens, return_inverse=True)
             self._embedding = model.source.read(_EMBEDDING)[occurring]
-            self._table = model.source.read(f"{config.per_layer_table().name}.weight")[occurring]
+            self._table = model.source.read(f"{config.per_layer_table().name}.weight")[self._per_layer.rows(occurring)]
             self._projection = model.source.read(f"{config.per_layer_projection().name}.weight")
             self._per_layer.norm.load(model.source.checkpoint, model.placement.device, model.placement.dtype)
 

@@ -34,9 +34,18 @@ class PerLayerInputs(nn.Module):
         self.projection = checkpoint.read(f"{config.per_layer_projection().name}.weight").to(device, dtype)
         self.norm.load(checkpoint, device, dtype)
 
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Return the row of the table for each of `tokens`: tokens of images and sounds have none and take the first.
+
+        transformers does the same in Gemma 3n.
+        """
+        if self._config.per_layer_vocab >= self._config.vocab_size:
+            return tokens
+        return tokens.where(tokens < self._config.per_layer_vocab, 0)
+
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """Compute [..., layers, width] from tokens int64 [...] and the scaled embeddings [..., hidden]."""
-        rows = functional.embedding(tokens, self.table)
+        rows = functional.embedding(self.rows(tokens), self.table)
         projected = DENSE_PRODUCT(embedded.reshape(-1, embedded.shape[-1]), self.projection)
         shape = (*tokens.shape, self._config.layers, self._config.per_layer_width)
         return self.join(rows.view(shape), projected.view(shape))

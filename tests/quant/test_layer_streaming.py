@@ -3,6 +3,7 @@
 import os
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.config import KvDtype
 from tests.support.engines import whole
+from tests.support.families import CASES, make
 from tests.support.paths import PICO
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
@@ -35,6 +37,16 @@ def test_logits_equal_those_of_the_whole_model(kv: KvDtype) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     else:  # another summation order moves a few keys across a rounding boundary
         assert (logits - expected).norm() < 0.1 * (expected - exact).norm(), "the cache's rounding must be seen"
+
+
+def test_tokens_without_per_layer_inputs_take_the_first_row(tmp_path: Path) -> None:
+    model_type, changes = CASES["gemma3n-sparse-lent"]
+    make(tmp_path, model_type, {**changes, "vocab_size_per_layer_input": 90})
+    folder = open_model_folder(tmp_path)
+    tokens = torch.arange(57, 97)[None]
+    model = StreamedModel(folder, FP32)
+    expected = whole(load_model(folder, FP32).model, tokens)
+    torch.testing.assert_close(model.logits(model.hidden(tokens)[0])[None], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,17 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
 
 
+def test_tokens_without_per_layer_inputs_take_the_first_row(tmp_path: Path) -> None:
+    """Gemma 3n's tokens of images and sounds; a prompt of token ids may hold them, and so may a reply."""
+    model_type, changes = CASES["gemma3n-sparse-lent"]
+    reference = make(tmp_path, model_type, {**changes, "vocab_size_per_layer_input": 90})
+    model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+    tokens = torch.arange(SMALL["vocab_size"] - TOKENS, SMALL["vocab_size"])[None]
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
 def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> None:
     """The keys keep the rotation they were stored with, in transformers' cache and in ours."""
     reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])  # its frequencies change with the tokens read
