@@ -106,7 +106,7 @@ class GoldenRecord:
                 compared=tuple(fields.array("compared", str)),
                 reminded=tuple(fields.array("reminded", str)),
                 busy=fields.number("busy", 0.0),
-                reference=tuple(fields.array("reference", float)) if "reference" in fields.values else (),
+                reference=tuple(fields.array("reference", float)),
             )
         except (ModelError, ValueError):
             return None

@@ -41,7 +41,8 @@ class PerLayerInputs(nn.Module):
         """
         if self._config.per_layer_vocab >= self._config.vocab_size:
             return tokens
-        return tokens.where(tokens < self._config.per_layer_vocab, 0)
+        # Not `where` with a number, which may be copied to the GPU: a graph under capture does not allow that.
+        return tokens * (tokens < self._config.per_layer_vocab)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """Compute [..., layers, width] from tokens int64 [...] and the scaled embeddings [..., hidden]."""
