@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.export._weights import Weights
-from mycli.quant.ggml.file import EMBEDDING_TENSOR, HEAD, split_by_head
+from mycli.quant.ggml.file import EMBEDDING_TENSOR, HEAD, padding, split_by_head
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.readers import Names, Reading, ReadWeight
@@ -153,6 +153,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
         values = values * torch.tensor(factors).unsqueeze(1) if factors else values
         values = values if rule.change is None else rule.change.store(values)
         values = values.squeeze() if values.dim() > 2 else values
+        if rule.padded_rows is not None:
+            values = torch.cat((values, padding(config, rule, values)))
         if rule.column_order is not None:
             values = values[:, file_order(rule.column_order, config, values.shape[1])]
         if rule.row_order is not None:

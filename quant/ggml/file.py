@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
 from mycli.runtime.checkpoint.gguf.rope import rope_factors
-from mycli.runtime.checkpoint.gguf.tensor_rules import Place
+from mycli.runtime.checkpoint.gguf.tensor_rules import Place, TensorRule
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, Unwritten, make_gguf_header
 from mycli.runtime.checkpoint.gguf_parts import SUFFIX
@@ -72,10 +72,12 @@ class GgufLayout:
         self.tensors += [(name, "F32", (len(factors),)) for name, factors in self._factors.items()]
         self.metadata |= {key: Unwritten(self.config.layers) for key in architecture.key_tensors}
         self.tensors += _plan(self.config, self.places, kinds)
+        stored = {name: (kind, shape) for name, kind, shape in self.tensors}
+        self._zeros = architecture.unread(self.config)
+        self.tensors += [(name, *stored[other]) for name, other in self._zeros.items()]
         # The embedding once more, for a tied model of an architecture in which llama.cpp requires a head.
         self.head = HEAD if architecture.own_head and self.config.tie_embeddings else None
         if self.head is not None:
-            stored = {name: (kind, shape) for name, kind, shape in self.tensors}
             self.tensors.append((self.head, *stored[self.places[EMBEDDING_TENSOR].name]))
         _require_keys(self.config, self.metadata, self.tensors, self._factors)
 
@@ -106,12 +108,17 @@ class GgufLayout:
             parts = tuple(half.contiguous().view(torch.uint8) for half in halves)
         for name, part in zip(place.names, parts, strict=True):
             writer.write(name, part.contiguous().numpy().reshape(-1).data, (place.expert or 0) * part.nbytes)
+        if len(missing := padding(self.config, place.rule, data)):
+            writer.write(place.name, missing.contiguous().numpy().reshape(-1).data, data.nbytes)
         if self.head is not None and tensor == EMBEDDING_TENSOR:
             writer.write(self.head, data.contiguous().numpy().reshape(-1).data)
 
-    def write_factors(self, writer: GgufWriter) -> None:
+    def begin(self, writer: GgufWriter) -> None:
+        """Write what does not depend on weights."""
         for name, factors in self._factors.items():
             writer.write(name, torch.tensor(factors).numpy().data)
+        for name in self._zeros:
+            writer.leave_zero(name)
 
 
 class GgufTensors:
@@ -122,7 +129,7 @@ class GgufTensors:
 
     def __enter__(self) -> Self:
         self.file.__enter__()
-        self._layout.write_factors(self.file)
+        self._layout.begin(self.file)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -155,6 +162,12 @@ def _rows(config: ModelConfig, place: Place, rows: int) -> list[int]:
     return [first] if first == rows else [first, rows - first]
 
 
+def padding(config: ModelConfig, rule: TensorRule, data: Tensor) -> Tensor:
+    """Return the rows of the file after `data` [rows, columns], which repeat the first one; mostly none."""
+    rows = len(data) if rule.padded_rows is None else rule.padded_rows(config)
+    return data[:1].expand(rows - len(data), *data.shape[1:])
+
+
 def _halves(config: ModelConfig) -> tuple[Shape, Shape]:
     # The shapes of the two tensors of latent attention's kv_b.
     spec = next(layer.latent for layer in config.layer_specs if layer.latent is not None)
@@ -179,6 +192,7 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
             plan |= {name: (name, kind, shape) for name, shape in zip(place.names, _halves(config), strict=True)}
             continue
         for name, rows in zip(place.names, _rows(config, place, full[0]), strict=True):
+            rows = rows if place.rule.padded_rows is None else place.rule.padded_rows(config)
             # GGUF drops axes of length one.
             shape = tuple(size for size in (rows, *full[1:]) if size != 1) or (1,)
             if place.rule.stored_shape is not None:

@@ -11,12 +11,12 @@ from tests.support.paths import PICO
 _ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 # What llama.cpp assumes for a family, or published models have.
 CHANGES: dict[str, dict[str, Any]] = {
-    "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 2},
+    "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4090, "num_kv_shared_layers": 2},
     "gemma3n-sparse-lent": {
-        **{"num_hidden_layers": 12, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 4096},
+        **{"num_hidden_layers": 25, "num_kv_shared_layers": 5, "vocab_size_per_layer_input": 4090},
         **{"laurel_rank": 64, "hidden_size_per_layer_input": 256, "tie_word_embeddings": True},
-        "layer_types": [*2 * (4 * ["sliding_attention"] + ["full_attention"]), *2 * ["sliding_attention"]],
-        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 2,
+        "layer_types": 5 * (4 * ["sliding_attention"] + ["full_attention"]),
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15,
     },
     "llama4-chunk16-4top1": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "exaone4-window7": {"num_hidden_layers": 64},

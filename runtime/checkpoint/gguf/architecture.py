@@ -94,6 +94,8 @@ class Architecture:
     # for all, or none.
     folded: Callable[[ModelConfig], ModelConfig] = lambda config: config
     factors: Callable[[ModelConfig, str], Sequence[float]] = lambda config, tensor: ()
+    # Tensors that llama.cpp requires and does not read, each by one of the same type and shape. They are zeros.
+    unread: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     own_head: bool = False  # llama.cpp requires output.weight: a tied model's embedding is written twice
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"

@@ -97,6 +97,8 @@ class GgufFolder(ModelFolder):
         model, expected = self._model, dict(self.config.tensors())
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self._architecture.tensors(model):
+            if name.startswith(self.config.ignored_prefixes):
+                continue
             parts = self._architecture.joined(model, name, entry)
             rows = sum(part.shape[0] for part in parts)
             shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)

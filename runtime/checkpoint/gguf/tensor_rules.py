@@ -53,6 +53,8 @@ class TensorRule:
     count_key: str = "expert_count"  # of the tensors in a stack
     # The shape in the file, where it has more axes.
     stored_shape: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    # The rows in the file, where it has more: further ones repeat the first.
+    padded_rows: Callable[[ModelConfig], int] | None = None
     # Hugging Face's ending by the ending in GGUF.
     suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
 
@@ -101,6 +103,8 @@ LLAMA_TENSORS = {
     "ffn_up": TensorRule("mlp.up_proj"),
     "ffn_down": TensorRule("mlp.down_proj"),
 }
+# Tokens without per-layer inputs take those of the first token, but llama.cpp reads a row for every token.
+PER_LAYER_TABLE = TensorRule("model.embed_tokens_per_layer", padded_rows=lambda config: config.vocab_size)
 PAIRED_TENSORS = {
     **LLAMA_TENSORS,
     "attn_q": TensorRule("self_attn.q_proj", PAIRED_Q),

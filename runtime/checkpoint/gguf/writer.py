@@ -178,6 +178,10 @@ class GgufWriter:
         if start + data.nbytes == entry.nbytes:
             self._pending.discard(name)
 
+    def leave_zero(self, name: str) -> None:
+        """Complete a tensor of zeros: the file has them already."""
+        self._pending.discard(name)
+
     @property
     def partial(self) -> Path:
         """The file while it is being written."""

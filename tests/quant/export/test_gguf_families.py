@@ -153,7 +153,7 @@ UNLOADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi3-window": ("phi3-gqa4:2", {"sliding_window": 16}, "sliding window"),
     "dots1-grouped-queries": ("dots1-8top2", {"num_key_value_heads": 2}, "key-value heads"),
     "qwen3_5-wide-values": ("qwen3_5-odd-heads-tied", {"linear_value_head_dim": 40}, "one size"),
-    "gemma4-small-table": ("gemma4-told-lent-double", {"vocab_size_per_layer_input": 97}, "per-layer inputs"),
+    "gemma4-large-table": ("gemma4-told-lent-double", {"vocab_size_per_layer_input": 4097}, "at most vocab_size"),
     "gemma4-lent-otherwise": ("gemma4-told-lent-double", {"num_kv_shared_layers": 3}, "full attention in the last"),
     "deepseek_v2-groups": (
         "deepseek_v2-groups-odd-sizes-biases-tied",
@@ -212,6 +212,30 @@ def test_a_tied_head_is_written_where_llama_cpp_requires_one(tmp_path: Path) -> 
     path = module.export(_request("olmo3-yarn-tied", tmp_path, "f32"), silent).path
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     assert (tensors["output.weight"].data == tensors["token_embd.weight"].data).all()
+
+
+@pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
+def test_tokens_without_per_layer_inputs_get_those_of_the_first(name: str, tmp_path: Path) -> None:
+    """llama.cpp reads a row of the table for every token."""
+    module, _ = find_export_target("gguf:q8_0")
+    request = replace(_request(name, tmp_path, "q8_0"), requantize=True)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(module.export(request, silent).path).tensors}
+    table = tensors["per_layer_token_embd.weight"].data
+    assert request.folder.config.per_layer_vocab == 4090 and len(table) == 4096
+    assert (table[4090:] == table[0]).all() and not (table[:4090] == table[0]).all(1)[1:].any()
+
+
+def test_tensors_that_llama_cpp_requires_and_does_not_read_are_zeros(tmp_path: Path) -> None:
+    """Files of Gemma 3n have them in layers that read the keys and values of another; the model is read without."""
+    module, _ = find_export_target("gguf:f32")
+    request = _request("gemma3n-sparse-lent", tmp_path, "f32")
+    path = module.export(request, silent).path
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for part in ("attn_k", "attn_v", "attn_k_norm"):
+        own, unread = tensors[f"blk.19.{part}.weight"].data, tensors[f"blk.20.{part}.weight"].data
+        assert own.any() and unread.shape == own.shape and not unread.any()
+    read = open_model_folder(path).checked_manifest()
+    assert set(read.tensors) == {name for name, _ in request.folder.config.tensors()}
 
 
 def test_keys_that_llama_cpp_requires(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
-from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, TensorRule
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, PER_LAYER_TABLE, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import StreamsSpec
 
@@ -113,6 +113,13 @@ def _lends_late(config: ModelConfig) -> bool:
     return owners == [index < _OWN_LAYERS for index in range(config.layers)]
 
 
+def _unread(config: ModelConfig) -> dict[str, str]:
+    # Layers that read the keys and values of another.
+    borrowers = [layer.index for layer in config.layer_specs if layer.attention.kv_source is not None]
+    names = [f"{part}.weight" for part in ("attn_k", "attn_v", "attn_k_norm")]
+    return {f"blk.{index}.{name}": f"blk.0.{name}" for index in borrowers for name in names}
+
+
 ARCHITECTURE = Architecture(
     name="gemma3n",
     model_type="gemma3n_text",
@@ -131,8 +138,8 @@ ARCHITECTURE = Architecture(
             lambda config: config.per_layer_width == _PER_LAYER_WIDTH,
         ),
         Requirement(
-            "per-layer inputs for all tokens, vocab_size_per_layer_input = vocab_size",
-            lambda config: config.per_layer_vocab == config.vocab_size,
+            "vocab_size_per_layer_input of at most vocab_size",
+            lambda config: config.per_layer_vocab <= config.vocab_size,
         ),
         Requirement(f"{_SPARSITY} of the gates zero in the first {_SPARSE_LAYERS} layers", _sparse_first),
         Requirement(f"keys and values of their own in the first {_OWN_LAYERS} layers alone", _lends_late),
@@ -156,13 +163,14 @@ ARCHITECTURE = Architecture(
     },
     model_tensors={
         **MODEL_TENSORS,
-        "per_layer_token_embd": TensorRule("model.embed_tokens_per_layer"),
+        "per_layer_token_embd": PER_LAYER_TABLE,
         "per_layer_model_proj": TensorRule("model.per_layer_model_projection"),
         "per_layer_proj_norm": TensorRule("model.per_layer_projection_norm"),
         "altup_proj": _stacked("model.altup_projections"),
         "altup_unembd_proj": _stacked("model.altup_unembed_projections"),
     },
     keys=(WINDOW_KEY,),
+    unread=_unread,
     slides=lambda layer: (layer + 1) % 5 != 0,
     pattern=True,
     by_layer=("feed_forward_length",),

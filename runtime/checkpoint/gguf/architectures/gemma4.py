@@ -6,11 +6,10 @@ from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
-from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, TensorRule
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, PER_LAYER_TABLE, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
-_PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 _TENSORS = {
     **LLAMA_TENSORS,
     "post_attention_norm": TensorRule("post_attention_layernorm"),
@@ -32,7 +31,7 @@ _TENSORS = {
 }
 _MODEL_TENSORS = {
     **MODEL_TENSORS,
-    "per_layer_token_embd": TensorRule("model.embed_tokens_per_layer"),
+    "per_layer_token_embd": PER_LAYER_TABLE,
     "per_layer_model_proj": TensorRule("model.per_layer_model_projection"),
     "per_layer_proj_norm": TensorRule("model.per_layer_projection_norm"),
 }
@@ -121,10 +120,8 @@ ARCHITECTURE = Architecture(
     written_types=("gemma4_text", "gemma4_unified_text"),
     requires=(
         Requirement(
-            "per-layer inputs for all tokens, vocab_size_per_layer_input = vocab_size",
-            lambda config: all(
-                shape[0] == config.vocab_size for name, shape in config.tensors() if name == _PER_LAYER_TABLE
-            ),
+            "vocab_size_per_layer_input of at most vocab_size",
+            lambda config: config.per_layer_vocab <= config.vocab_size,
         ),
         Requirement(
             "full attention in the last layer that has keys and values of its own, sliding in the one before it",

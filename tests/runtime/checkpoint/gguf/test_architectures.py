@@ -131,18 +131,28 @@ def test_the_frequency_factors_written_are_the_converters(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "writable"),
     [
-        ({}, False),  # fewer tokens have per-layer inputs
-        ({"vocab_size": 262144}, True),
-        ({"vocab_size": 262144, "num_kv_shared_layers": 16}, False),
-        ({"vocab_size": 262144, "num_kv_shared_layers": 14}, False),
-        ({"vocab_size": 262144, "activation_sparsity_pattern": [0.95] * 11 + [0.0] * 24}, False),
-        ({"vocab_size": 262144, "activation_sparsity_pattern": [0.95] * 9 + [0.0] * 26}, False),
+        ({}, True),  # fewer tokens have per-layer inputs
+        ({"vocab_size_per_layer_input": 262401}, False),
+        ({"num_kv_shared_layers": 16}, False),
+        ({"num_kv_shared_layers": 14}, False),
+        ({"activation_sparsity_pattern": [0.95] * 11 + [0.0] * 24}, False),
+        ({"activation_sparsity_pattern": [0.95] * 9 + [0.0] * 26}, False),
     ],
 )
 def test_llama_cpp_knows_of_gemma_3n_only_what_is_published(changes: dict[str, Any], writable: bool) -> None:
     text = Fields(PUBLISHED["gemma-3n-E4B"]["config"], "config.json").object("text_config").values
     model = parse_config(Fields({**text, **changes}, "config.json"))
     assert all(needed.holds(model) for needed in written_architecture(model).requires) is writable
+
+
+@pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
+def test_keys_and_values_that_nothing_reads_are_skipped(name: str) -> None:
+    """Published files have them in layers that read those of another layer."""
+    facts, parts = FACTS[name], ("attn_k", "attn_v", "attn_k_norm")
+    unread = {f"blk.3.{part}.weight": facts["tensors"][f"blk.1.{part}.weight"] for part in parts}
+    folder = _folder({**facts, "tensors": {**facts["tensors"], **unread}})
+    assert not unread.keys() & facts["tensors"].keys()
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
 
 
 def test_multipliers_of_biases_and_tied_heads_stay() -> None:
