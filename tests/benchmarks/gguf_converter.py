@@ -1,6 +1,7 @@
 """Compares transformers' logits with ours on GGUF files that llama.cpp's converter writes, for every family.
 
-    python -m tests.benchmarks.gguf_converter LLAMA_CPP [NAME ...] [--type f32|bf16|q8_0] [--record FILE]
+    python -m tests.benchmarks.gguf_converter LLAMA_CPP [NAME ...] [--type f32|bf16|q8_0]
+        [--fuse-qkv] [--record FILE]
 
 The models are random. LLAMA_CPP is a source tree with `conversion/` and `gguf-py/`, as in the sdist of
 llama-cpp-python. NAME is a case of `tests.support.families` or a prefix of one. `--record` writes keys and tensor names
@@ -168,7 +169,7 @@ def _modules(root: Path) -> Iterator[Any]:
     sys.modules.update(ours)
 
 
-def converter(root: Path) -> Callable[[Path, Path, str], None]:
+def converter(root: Path, *, fuse_qkv: bool = False) -> Callable[[Path, Path, str], None]:
     """Return a function (folder, file, type) that writes a GGUF file with llama.cpp's converter."""
     with _modules(root) as conversion:
         gguf = sys.modules["gguf"]
@@ -187,7 +188,7 @@ def converter(root: Path) -> Callable[[Path, Path, str], None]:
             name = settings["architectures"][0]
             cls = conversion.get_model_class(PUBLISHED_CLASSES.get(name, name))
             cls.no_mtp = True  # transformers saves no MTP head
-            model = cls(folder, gguf.LlamaFileType[TYPES[kind]], path)
+            model = cls(folder, gguf.LlamaFileType[TYPES[kind]], path, **({"fuse_qkv": True} if fuse_qkv else {}))
             target = getattr(model, "impl", model)
             target.set_vocab = lambda: _vocabulary(target)
             model.write()
@@ -370,10 +371,11 @@ def main() -> None:
     parser.add_argument("llama_cpp", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--type", choices=TYPES, default="f32")
+    parser.add_argument("--fuse-qkv", action="store_true", help="q, k and v of a layer in one tensor, where they may")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    write, recorded = converter(arguments.llama_cpp), {}
+    write, recorded = converter(arguments.llama_cpp, fuse_qkv=arguments.fuse_qkv), {}
     for name in (*CASES, *MULTIMODAL_NAMES):
         if arguments.names and not name.startswith(tuple(arguments.names)):
             continue
@@ -390,6 +392,8 @@ def main() -> None:
                     **facts(path),
                 }
                 outcome = f"{difference:.1e}" + ("" if difference <= BOUND else " DIFFERS")
+                fused = sum(".attn_qkv." in tensor for tensor in recorded[name]["tensors"])
+                outcome += f", {fused} fused tensors" if arguments.fuse_qkv else ""
             except UserError as error:
                 outcome = f"refused: {error}"
             except NotImplementedError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 from torch import Tensor
@@ -51,6 +52,16 @@ def _for_pairs(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def _fused(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    queries = [name for name in weights if ".attn_q." in name]
+    parts = {name: [name.replace("attn_q", f"attn_{part}") for part in "qkv"] for name in queries}
+    others = {name: weight for name, weight in weights.items() if name not in sum(parts.values(), [])}
+    joined = {
+        name.replace("attn_q", "attn_qkv"): torch.cat([weights[part] for part in parts[name]]) for name in queries
+    }
+    return others | joined
+
+
 def write_model(
     folder: Path,
     path: Path,
@@ -59,11 +70,13 @@ def write_model(
     config: Mapping[str, Any],
     keys: Mapping[str, Any],
     extra: Mapping[str, Sequence[float]] | None = None,
+    *,
+    fused_qkv: bool = False,
 ) -> None:
     """Write the safetensors of `folder` as a GGUF file of architecture `arch`, matrices in the type `kind`.
 
     `config` is the model's config.json; `keys` override the metadata derived from it; `extra` are additional F32
-    tensors.
+    tensors; `fused_qkv` joins q, k and v of a layer, as the converter's --fuse-qkv.
     """
     writer = gguf.GGUFWriter(path, arch)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -87,20 +100,23 @@ def write_model(
         _add(writer, key, value)
     for name, factors in (extra or {}).items():
         writer.add_tensor(name, np.array(factors, dtype=np.float32))
+    weights: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.float()
         if arch in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = _for_pairs(weight, heads if ".q_proj." in name else config["num_key_value_heads"])
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
+        weights[_name(name, arch)] = weight
+    for name, weight in (_fused(weights) if fused_qkv else weights).items():
         stored = weight.numpy()
         if stored.ndim == 1 or kind == "F32":
-            writer.add_tensor(_name(name, arch), stored)
+            writer.add_tensor(name, stored)
         elif kind == "F16":
-            writer.add_tensor(_name(name, arch), stored.astype(np.float16))
+            writer.add_tensor(name, stored.astype(np.float16))
         else:
             quantized = quants.quantize(stored, GGMLQuantizationType[kind])
-            writer.add_tensor(_name(name, arch), quantized, raw_dtype=GGMLQuantizationType[kind])
+            writer.add_tensor(name, quantized, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -73,6 +73,7 @@ class Architecture:
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
     latent: bool = False  # heads have sizes of their own; those in the common keys are what the cache stores
     value_length: bool = False  # values may be narrower than keys
+    gated_queries: bool = False  # attn_q has a gate for each query
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     gating: tuple[int, ...] = ()  # values of expert_gating_func that the family computes; () leaves the key unread
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
@@ -194,6 +195,36 @@ class Architecture:
                 expert, which = divmod(index, len(names))
                 yield names[which].replace(_EXPERT, str(expert)), part
         yield from self._parameters(model, layers)
+
+    def separated(self, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+        """Return the tensors of a file with attn_q, attn_k and attn_v in place of each attn_qkv that has them as parts.
+
+        q has a row for each column of attn_output, or two, k and v have half of the others each.
+        """
+        result: dict[str, TensorEntry] = {}
+        for name, entry in tensors.items():
+            fused = re.fullmatch(r"(blk\.\d{1,4}\.)attn_qkv(\.weight|\.bias)", name)
+            output = None if fused is None else tensors.get(f"{fused[1]}attn_output.weight")
+            if fused is None or output is None or self._has_fused(fused[1], tensors):
+                result[name] = entry
+                continue
+            rows, queries = (entry.shape or (0,))[0], (output.shape or (0,))[-1] * (2 if self.gated_queries else 1)
+            if not 0 < queries < rows - 1:
+                raise damaged(f"{entry.file}: {name} has {rows} rows, expected more than {queries + 1}")
+            offset, keys = entry.offset, (rows - queries) // 2
+            for part, count in (("attn_q", queries), ("attn_k", keys), ("attn_v", rows - queries - keys)):
+                stored, nbytes = f"{fused[1]}{part}{fused[2]}", entry.nbytes // rows * count
+                shape = (count, *entry.shape[1:])
+                result[stored] = replace(entry, name=stored, shape=shape, offset=offset, nbytes=nbytes)
+                offset += nbytes
+        return result
+
+    def _has_fused(self, block: str, tensors: Mapping[str, TensorEntry]) -> bool:
+        # Whether attn_qkv of a block is a tensor of the architecture, for linear attention perhaps.
+        if "attn_k" not in self.layer_tensors:
+            return True
+        linear = "ssm_conv1d" in self.layer_tensors and f"{block}ssm_conv1d.weight" not in tensors
+        return "attn_qkv" in self.layer_tensors and not linear
 
     def _parameters(self, model: GgufModel, layers: int) -> Iterator[tuple[str, TensorEntry]]:
         # The tensors of one value that the metadata holds, as parts of the file.

@@ -88,6 +88,7 @@ class GgufFolder(ModelFolder):
     ) -> "GgufFolder":
         """Describe the model of a parsed header; `floats` reads a small tensor."""
         architecture = read_architecture(header.metadata)
+        header = replace(header, tensors=architecture.separated(header.tensors))
         model = GgufModel(header.metadata, header.tensors, floats, header.arrays)
         raw = Fields(_config(architecture, model), header.metadata.source)
         return cls(path, raw, parse_config(raw), config_only=True, header=header, files=files or {})
@@ -95,9 +96,12 @@ class GgufFolder(ModelFolder):
     @cached_property
     def manifest(self) -> Manifest:
         model, expected = self._model, dict(self.config.tensors())
+        # Of the layers that the model has: one beyond them is an error.
+        specs = self.config.layer_specs
+        unread = tuple(name for spec in specs for name in spec.ignored_prefixes if f".{spec.index}." in name)
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self._architecture.tensors(model):
-            if name.startswith(self.config.ignored_prefixes):
+            if name.startswith(unread):
                 continue
             parts = self._architecture.joined(model, name, entry)
             rows = sum(part.shape[0] for part in parts)

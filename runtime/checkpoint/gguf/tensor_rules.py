@@ -94,7 +94,6 @@ LLAMA_TENSORS = {
     "attn_q": TensorRule("self_attn.q_proj"),
     "attn_k": TensorRule("self_attn.k_proj"),
     "attn_v": TensorRule("self_attn.v_proj"),
-    "attn_qkv": TensorRule("self_attn.qkv_proj"),
     "attn_output": TensorRule("self_attn.o_proj"),
     "attn_q_norm": TensorRule("self_attn.q_norm"),
     "attn_k_norm": TensorRule("self_attn.k_norm"),

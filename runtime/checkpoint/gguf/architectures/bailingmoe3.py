@@ -26,7 +26,7 @@ from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 
 _TENSORS = {
-    **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "attn_qkv"},
+    **LLAMA_TENSORS,
     **expert_tensors(shared="shared_experts", bias="gate.expert_bias"),
     **latent_tensors("attention"),
     **delta_tensors(

@@ -113,7 +113,7 @@ def _is_lite(config: ModelConfig) -> bool:
 
 
 LATENT_TENSORS = {
-    **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_k", "attn_v", "attn_qkv")},
+    **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_k", "attn_v")},
     "attn_q_a": TensorRule("self_attn.q_a_proj"),
     "attn_q_a_norm": TensorRule("self_attn.q_a_layernorm"),
     "attn_q_b": TensorRule("self_attn.q_b_proj"),

@@ -60,7 +60,7 @@ ARCHITECTURE = Architecture(
     latent=True,
     own_head=True,
     layer_tensors={
-        **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "attn_qkv"},
+        **LLAMA_TENSORS,
         **expert_tensors(
             _EXPERTS, gate="w1", up="w3", down="w2", shared="shared_experts", bias="gate.e_score_correction_bias"
         ),

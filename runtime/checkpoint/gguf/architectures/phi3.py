@@ -30,6 +30,10 @@ ARCHITECTURE = Architecture(
             lambda config: all(window is None or window >= config.max_context for window in config.windows),
         ),
     ),
-    layer_tensors={**LLAMA_TENSORS, "ffn_up": TensorRule("mlp.gate_up_proj")},
+    layer_tensors={
+        **LLAMA_TENSORS,
+        "attn_qkv": TensorRule("self_attn.qkv_proj"),
+        "ffn_up": TensorRule("mlp.gate_up_proj"),
+    },
     keys=PHI3_KEYS,
 )

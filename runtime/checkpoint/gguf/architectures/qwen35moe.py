@@ -15,6 +15,7 @@ ARCHITECTURE = Architecture(
     model_type="qwen3_5_moe_text",
     written_types=("qwen3_5_moe_text",),
     requires=(EQUAL_SIZES,),
+    gated_queries=True,
     has_mtp_blocks=True,
     layer_tensors={**QWEN35_TENSORS, **SHARED_TENSORS},
     model_tensors=DELTA_MODEL_TENSORS,

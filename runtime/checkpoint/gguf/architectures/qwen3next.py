@@ -20,7 +20,7 @@ from mycli.runtime.models.recurrent_spec import DeltaNetSpec
 
 DELTA_MODEL_TENSORS = {**MODEL_TENSORS, "output_norm": TensorRule("model.norm", change=GAIN_PLUS_ONE)}
 DELTA_TENSORS = {
-    **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_qkv", "ffn_norm")},
+    **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "ffn_norm"},
     "attn_norm": TensorRule("input_layernorm", change=GAIN_PLUS_ONE),
     "post_attention_norm": TensorRule("post_attention_layernorm", change=GAIN_PLUS_ONE),
     "attn_q_norm": TensorRule("self_attn.q_norm", change=GAIN_PLUS_ONE),
@@ -100,6 +100,7 @@ ARCHITECTURE = Architecture(
     model_type="qwen3_next",
     written_types=("qwen3_next",),
     requires=(EQUAL_SIZES,),
+    gated_queries=True,
     has_mtp_blocks=True,
     layer_tensors={
         **DELTA_TENSORS,

@@ -145,6 +145,31 @@ def test_llama_cpp_knows_of_gemma_3n_only_what_is_published(changes: dict[str, A
     assert all(needed.holds(model) for needed in written_architecture(model).requires) is writable
 
 
+def _with_fused_qkv(facts: dict[str, Any]) -> dict[str, Any]:
+    """Join the tensors as the converter does with --fuse-qkv: in layers that have all three."""
+    tensors = dict(facts["tensors"])
+    for name in facts["tensors"]:
+        parts = [name.replace(".attn_q.", f".attn_{part}.") for part in "qkv"]
+        if ".attn_q." in name and tensors.keys() >= set(parts):
+            shapes = [tensors.pop(part) for part in parts]
+            tensors[name.replace(".attn_q.", ".attn_qkv.")] = [*shapes[0][:-1], sum(shape[-1] for shape in shapes)]
+    return {**facts, "tensors": tensors}
+
+
+@pytest.mark.parametrize("name", sorted(FACTS.keys() - {"mimo_v2_flash-window7"}))
+def test_queries_keys_and_values_in_one_tensor_are_separated(name: str) -> None:
+    facts = _with_fused_qkv(FACTS[name])
+    read = _folder(facts).checked_manifest()
+    assert {tensor: entry.shape for tensor, entry in read.tensors.items()} == dict(_folder(facts).config.tensors())
+
+
+def test_a_fused_tensor_of_too_few_rows_is_an_error() -> None:
+    facts = _with_fused_qkv(FACTS["qwen2-biases"])
+    tensors = {**facts["tensors"], "blk.0.attn_qkv.weight": [64, 65]}
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_qkv\.weight has 65 rows, expected more than 65"):
+        _folder({**facts, "tensors": tensors})
+
+
 @pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
 def test_keys_and_values_that_nothing_reads_are_skipped(name: str) -> None:
     """Published files have them in layers that read those of another layer."""

@@ -95,15 +95,20 @@ def llama3_factors(config: dict[str, Any]) -> list[float]:
     return factors
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+FUSED = ("llama-gqa4:2", "llama-biases-hd32", "qwen2-biases", "qwen3-hd32", "gemma3-window7-six-layers", "olmo2-mha")
+
+
+@pytest.mark.parametrize(
+    ("name", "fused_qkv"), [*((name, False) for name in MODELS), *((name, True) for name in FUSED)]
+)
+def test_logits_are_those_of_transformers(name: str, fused_qkv: bool, tmp_path: Path) -> None:
     arch, model_type, changes, keys = MODELS[name]
     reference = make(tmp_path / "hf", model_type, changes)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     extra = {"rope_freqs.weight": llama3_factors(config)} if name == "llama-rope-llama3" else {}
     path = tmp_path / "model.gguf"
     keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **keys}
-    gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra)
+    gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra, fused_qkv=fused_qkv)
     folder = open_model_folder(path)
     original = open_model_folder(tmp_path / "hf").config
     for field in (
@@ -171,6 +176,20 @@ def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
     assert torch.equal(model.embedding, table)
     halves = load_model(folder, replace(CPU, dtype=torch.bfloat16)).model
     assert torch.equal(halves.embedding, table.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_parts_of_one_quantized_tensor_are_those_of_three(kind: str, tmp_path: Path) -> None:
+    config = json.loads((PICO / "config.json").read_text())
+    keys, names = gguf_files.published_tokenizer(PICO, "smollm"), ("q_proj", "k_proj", "v_proj")
+    read = []
+    for fused_qkv in (False, True):
+        path = tmp_path / f"{fused_qkv}.gguf"
+        gguf_files.write_model(PICO, path, "llama", kind, config, keys, fused_qkv=fused_qkv)
+        assert ("attn_qkv" in str([tensor.name for tensor in GGUFReader(path).tensors])) == fused_qkv
+        checkpoint = open_model_folder(path).checkpoint()
+        read.append([checkpoint.read(f"model.layers.5.self_attn.{name}.weight") for name in names])
+    assert all(torch.equal(*parts) for parts in zip(*read, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(8, 1), (8, 2), (24, 3), (64, 4)], ids=str)
