@@ -1,11 +1,13 @@
 """Compares other quantizers with ours on the same model and the same calibration tokens.
 
-    PYTHONPATH=.links python -m tests.benchmarks.peers --compressor ENV/bin/python --llama FOLDER [--model FOLDER]
+    PYTHONPATH=.links python -m tests.benchmarks.peers --compressor ENV/bin/python --llama FOLDER
+        [--model FOLDER] [--calibration-text FILE] [--held-out FILE]
 
 `--compressor` is the Python of an environment with llm-compressor (`pip install llmcompressor`), `--llama` the folder
 of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out, with a
-message. All results are read by the same evaluator: KL to the original on the package's held-out text. Bits per weight
-are counted from the files, over the linears of the blocks, scales included; embeddings and head are not quantized.
+message. All results are read by the same evaluator: KL to the original on the held-out text, by default the package's.
+Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and head are not
+quantized.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration import sampler as calibration
-from mycli.quant.evaluate import cut, evaluate, held_out_text
+from mycli.quant.evaluate import cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import allocated, quantize
 from mycli.quant.planning.plan import plan_quantization
@@ -53,20 +55,24 @@ class Made:
 
 @dataclass(frozen=True)
 class Shown:
-    """Holds the model of `source` and the calibration windows int64 [windows, context]; files go to `folder`."""
+    """Holds the model of `source` and the calibration windows int64 [windows, context]; files go to `folder`.
+
+    The windows are of `text`, or of the bundled text.
+    """
 
     source: Path
     windows: Tensor
     folder: Path
+    text: Path | None = None
 
 
 def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
     """Quantize with `recipe` on the same windows; `how` names the row."""
     target, (samples, seq) = shown.folder / f"ours-{recipe.name}", shown.windows.shape
     source = Source(shown.source.name, shown.source, None, None)
-    work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), report="none")
+    work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), shown.text, report="none")
     if recipe.target_bpw is not None:
-        work = plan_quantization(source, allocated(work, CPU, target), report="none")
+        work = plan_quantization(source, allocated(work, CPU, target), shown.text, report="none")
     quantize(work, target, CPU)
     return Made("mycli", how, packed_bits(target), target)
 
@@ -151,6 +157,8 @@ def main() -> None:
     parser.add_argument("--compressor", type=Path)
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--model", type=Path, default=PICO)
+    parser.add_argument("--calibration-text", type=Path, help="default: the bundled text")
+    parser.add_argument("--held-out", type=Path, help="text to measure on; default: the bundled text")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--target-bpw", nargs="*", type=float, default=MIXED)
     parser.add_argument("--types", nargs="*", default=TYPES)
@@ -159,12 +167,14 @@ def main() -> None:
     options = parser.parse_args()
     original = StreamedModel(open_model_folder(options.model), CPU)
     tokenizer = Tokenizer.load(options.model, original.config.vocab_size)
-    windows = calibration.bundled(tokenizer, original.config.vocab_size, options.samples, 512, seed=0).windows
-    text = cut(held_out_text(), tokenizer, 512, options.tokens)
+    size = original.config.vocab_size
+    shown = calibration.calibrate(options.calibration_text, tokenizer, size, options.samples, 512, seed=0)
+    text = cut(read_text(options.held_out) if options.held_out else held_out_text(), tokenizer, 512, options.tokens)
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
     rows: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as name:
-        for made in all_made(options, Shown(options.model, windows, Path(name)), text.windows):
+        given = Shown(options.model, shown.windows, Path(name), options.calibration_text)
+        for made in all_made(options, given, text.windows):
             found = evaluate(StreamedModel(open_model_folder(made.folder), CPU), text, original)
             assert found.divergence is not None
             kl, same = found.divergence.kl, found.divergence.same_top1

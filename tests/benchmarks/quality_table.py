@@ -1,7 +1,8 @@
 """Produces the figures of docs/quality.md: KL and perplexity of rounding, plain GPTQ and mycli's methods.
 
     PYTHONPATH=.links python -m tests.benchmarks.quality_table [--bits 4 3] [--group 128] [--samples 128]
-        [--tokens 16384] [--methods NAME ...] [--model pico|pico-draft|outliers|heavy-tails|mixture]
+        [--tokens 16384] [--methods NAME ...] [--model pico|pico-draft|outliers|heavy-tails|mixture|FOLDER]
+        [--calibration-text FILE] [--held-out FILE]
 
 `outliers` and `heavy-tails` are pico with the same function and weights that are harder to quantize
 (tests/support/planted_outliers.py). `mixture` is pico with 8 copies of each MLP, two of which are chosen for a token by
@@ -29,7 +30,7 @@ from torch import Tensor
 from mycli.quant import solvers
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.calibration.output_moments import output_moments
-from mycli.quant.evaluate import cut, evaluate, held_out_text
+from mycli.quant.evaluate import cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output.work_folder import Solved
 from mycli.quant.recipe import Recipe
@@ -103,7 +104,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="ends of the names of methods; default: all")
-    parser.add_argument("--model", choices=MODELS, default="pico")
+    parser.add_argument("--model", metavar="|".join((*MODELS, "FOLDER")), default="pico")
+    parser.add_argument("--calibration-text", type=Path, help="default: the bundled text")
+    parser.add_argument("--held-out", type=Path, help="text to measure on; default: the bundled text")
     return parser.parse_args()
 
 
@@ -118,14 +121,17 @@ def write_model(folder: Path, name: str) -> Path:
         return PICO if name == "pico" else DRAFT
     if name == "mixture":
         return skewed_mixture.write(folder)
+    if name not in MODELS:
+        return Path(name)
     return planted_outliers.write(folder, "outliers" if name == "outliers" else "heavy-tails")
 
 
 def table(options: argparse.Namespace, source: Path) -> None:
     config = StreamedModel(open_model_folder(source), CPU).config
-    tokenizer = Tokenizer.load(PICO, config.vocab_size)
-    shown = calibration.bundled(tokenizer, config.vocab_size, options.samples, options.seq, seed=0)
-    text = cut(held_out_text(), tokenizer, 512, options.tokens)
+    tokenizer = Tokenizer.load(source, config.vocab_size)
+    sizes = options.samples, options.seq
+    shown = calibration.calibrate(options.calibration_text, tokenizer, config.vocab_size, *sizes, seed=0)
+    text = cut(read_text(options.held_out) if options.held_out else held_out_text(), tokenizer, 512, options.tokens)
     original = load_file(source / "model.safetensors")
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
     print(f"calibration {options.samples} x {options.seq}, measured on {text.windows.numel()} held-out tokens\n")
