@@ -215,6 +215,8 @@ class Architecture:
             for part, count in (("attn_q", queries), ("attn_k", keys), ("attn_v", rows - queries - keys)):
                 stored, nbytes = f"{fused[1]}{part}{fused[2]}", entry.nbytes // rows * count
                 shape = (count, *entry.shape[1:])
+                if stored in tensors:
+                    raise damaged(f"{entry.file}: {stored} is stored twice, also in {name}")
                 result[stored] = replace(entry, name=stored, shape=shape, offset=offset, nbytes=nbytes)
                 offset += nbytes
         return result

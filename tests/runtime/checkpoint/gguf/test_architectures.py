@@ -163,11 +163,17 @@ def test_queries_keys_and_values_in_one_tensor_are_separated(name: str) -> None:
     assert {tensor: entry.shape for tensor, entry in read.tensors.items()} == dict(_folder(facts).config.tensors())
 
 
-def test_a_fused_tensor_of_too_few_rows_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("blk.0.attn_qkv.weight", 65, r"blk\.0\.attn_qkv\.weight has 65 rows, expected more than 65"),
+        ("blk.0.attn_k.weight", 32, r"blk\.0\.attn_k\.weight is stored twice"),
+    ],
+)
+def test_a_fused_tensor_that_does_not_fit_is_an_error(name: str, rows: int, message: str) -> None:
     facts = _with_fused_qkv(FACTS["qwen2-biases"])
-    tensors = {**facts["tensors"], "blk.0.attn_qkv.weight": [64, 65]}
-    with pytest.raises(ModelError, match=r"blk\.0\.attn_qkv\.weight has 65 rows, expected more than 65"):
-        _folder({**facts, "tensors": tensors})
+    with pytest.raises(ModelError, match=message):
+        _folder({**facts, "tensors": {**facts["tensors"], name: [64, rows]}})
 
 
 @pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
