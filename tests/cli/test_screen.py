@@ -137,7 +137,7 @@ def test_what_fits_exactly_is_neither_wrapped_nor_left_out() -> None:
 
 def test_a_word_longer_than_the_line_begins_where_it_is() -> None:
     wrap, long = WordWrap(lambda: 10), "x" * 15
-    assert wrap.feed(f"{long} a\n{long} b") + wrap.flush() == f"{long}\na\n{long}\nb"
+    assert wrap.feed(f"{long} a\n{long} b\na {long}") + wrap.flush() == f"{long}\na\n{long}\nb\na\n{long}"
     assert width("e\u0301") == 1 and width("日e") == 3
 
 

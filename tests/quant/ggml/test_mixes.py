@@ -161,6 +161,16 @@ def test_values_get_more_bits_where_they_are_few(name: str, change: dict[str, An
     assert {types[f"blk.{layer}.attn_v.weight"] for layer in range(shape.layers)} == {values}
 
 
+@pytest.mark.parametrize(
+    ("experts", "kinds"),
+    [(8, {"attn_k": "Q4_K", "attn_output": "Q5_K"}), (9, dict.fromkeys(("attn_k", "attn_output")))],
+)
+def test_attention_of_eight_experts_gets_more_than_two_bits(experts: int, kinds: dict[str, str | None]) -> None:
+    shape = replace(LARGE, experts=experts)
+    for part, kind in kinds.items():
+        assert _layers("iq2_xs", part, shape) == ({} if kind is None else {kind: [*range(32)]})
+
+
 def test_layers_of_experts_are_counted_by_their_number() -> None:
     """A mixture may have dense layers without the role; the rule for its first layers counts all of them."""
     tensors = [(f"blk.{layer}.ffn_down_exps.weight", 256) for layer in range(2, 32)]
