@@ -45,7 +45,7 @@ def greedy_divergences(
         if ours == theirs:
             yield None
             continue
-        position = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+        position = common_prefix_length(ours, theirs)
         logits = after.logits([*prompt, *ours[:position]])[: subject.vocabulary_size]
         first, second = logits.topk(2).values.tolist()
         rounding = float(torch.finfo(subject.runner.dtype).eps) * float(logits.abs().max())

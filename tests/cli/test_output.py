@@ -238,6 +238,16 @@ def test_a_table_too_wide_for_the_terminal_is_cards(columns: int, monkeypatch: p
         assert out.getvalue() == "model a-model-of-a-name\n  size   5.00 GiB\n  speed  12.3 t/s\n"
 
 
+@pytest.mark.parametrize(("columns", "whole"), [(27, True), (26, False)])
+def test_a_table_as_wide_as_the_terminal_is_shown_whole(
+    columns: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, _ = streams(terminal=True)
+    Output(stdout=out).table([{"model": "a-long-name", "size": "12.00 GiB"}], [Column(n, n) for n in ("model", "size")])
+    assert out.getvalue().startswith("| model ") is whole
+
+
 def test_wide_characters_are_aligned() -> None:
     out, _ = streams()
     columns = (Column("name", "name"), Column("n", "n", right=True))

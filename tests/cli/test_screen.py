@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mycli.cli.output import Output
-from mycli.cli.text.layout import WordWrap, column_widths, fitting, table_lines, width
+from mycli.cli.text.layout import WordWrap, column_widths, fitting, table_lines, table_width, width, wrap_lines
 from mycli.cli.text.progress import show_reading
 from mycli.runtime.errors import ModelError, UsageError
 
@@ -122,3 +122,26 @@ def test_all_lines_of_a_table_have_one_width() -> None:
         "| ---- | ----: |",
         "| a    |    12 |",
     ]
+
+
+def test_what_fits_exactly_is_neither_wrapped_nor_left_out() -> None:
+    rows = [["model", "size"], ["a-long-name", "12.00 GiB"]]
+    widths = column_widths(rows)
+    assert table_width(widths) == len(table_lines(rows, {1})[2]) == 27
+    assert [fitting(widths, (0, 1), columns) for columns in (27, 26)] == [[0, 1], [0]]
+    text = "twenty columns are 20"
+    assert [wrap_lines(text, columns) for columns in (19, 20, 21)] == [text, "twenty columns are\n20", text]
+    wrap = WordWrap(lambda: 20)
+    assert wrap.feed("twenty columns is 20 and 日本") + wrap.flush() == "twenty columns is 20\nand 日本"
+
+
+def test_a_word_longer_than_the_line_begins_where_it_is() -> None:
+    wrap, long = WordWrap(lambda: 10), "x" * 15
+    assert wrap.feed(f"{long} a\n{long} b\na {long}") + wrap.flush() == f"{long}\na\n{long}\nb\na\n{long}"
+    assert width("e\u0301") == 1 and width("日e") == 3
+
+
+def test_a_piece_that_was_shown_counts_for_the_next() -> None:
+    wrap = WordWrap(lambda: 10)
+    shown = "".join(wrap.feed(piece) + wrap.flush() for piece in ("one two", " ", "three"))
+    assert shown == "one two \nthree"

@@ -1,10 +1,12 @@
 """Test two models on the same prompts: the divergence is that of their logits, and differing replies are named."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from mycli.quant import comparison
 from mycli.quant.comparison import (
     Calls,
     ComparedPrompt,
@@ -61,6 +63,28 @@ def test_the_divergence_is_that_of_the_logits_of_both_engines(models: tuple[Open
         expected = (reference.exp() * (reference - candidate)).sum(1)[: len(reply.tokens) + reply.ended]
         assert torch.allclose(kl.double(), expected, rtol=1e-3, atol=1e-5)
         assert torch.equal(same.bool(), (reference.argmax(1) == candidate.argmax(1))[: len(kl)])
+
+
+def test_the_divergence_is_the_same_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five replies of different lengths: the longest alone, then two and two."""
+    lengths = (3, 9, 5, 2, 7)
+    replies = [ComparedReply((5, 6), tuple(range(9, 9 + length)), "", length % 2 == 0, ()) for length in lengths]
+    pair = streamed("pico", "pico-draft")
+    whole = measure_divergence(*pair, replies)
+    batches: list[tuple[int, ...]] = []
+    hidden = StreamedModel.hidden
+
+    def recorded(self: StreamedModel, tokens: torch.Tensor, progress: Any) -> torch.Tensor:
+        batches.append(tuple(tokens.shape))
+        return hidden(self, tokens, progress)
+
+    monkeypatch.setattr(StreamedModel, "hidden", recorded)
+    row = 4 * sum(model.config.stream_width for model in pair)
+    monkeypatch.setattr(comparison, "STREAM_BYTES", row * 14)
+    parts = measure_divergence(*pair, replies)
+    assert batches[::2] == batches[1::2] == [(1, 11), (1, 9), (2, 7), (1, 4)]
+    for (kl, same), (expected, agreed) in zip(parts, whole, strict=True):
+        assert torch.allclose(kl, expected, atol=1e-5) and torch.equal(same, agreed)
 
 
 def test_a_model_is_its_own_equal(models: tuple[OpenedModel, OpenedModel]) -> None:

@@ -127,6 +127,25 @@ def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer, tmp_path: Path) 
         read_text(tmp_path / "latin.txt")
 
 
+def test_the_shortest_and_the_longest_windows_are_scored(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cut("One day Leo lost a key.", tokenizer, 2, 2).windows.shape == (1, 2)
+    with pytest.raises(UsageError, match="a limit of 15 tokens is less than one window of 16"):
+        cut("One day Leo lost a key. " * 9, tokenizer, 16, 15)
+    text = "One day Leo lost a key. " * 20
+    monkeypatch.setattr(module, "MAX_TEXT", 100)  # a long text is tokenized in parts, of which only one begins it
+    parts = [tokenizer.encode(text[at : at + 100], add_special=at == 0) for at in range(0, len(text), 100)]
+    assert cut(text, tokenizer, 16).windows.flatten().tolist() == sum(parts, [])[: sum(map(len, parts)) // 16 * 16]
+    folder = open_model_folder(PICO)
+    model = StreamedModel(folder, FP32)
+    model.config = replace(folder.config, max_context=16)
+    assert evaluate(model, cut(text, tokenizer, 16, 16)).context == 16
+
+
+def test_a_text_has_the_line_ends_of_a_file_in_text_mode(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert read_text(tmp_path / "text.txt") == "one\ntwo\nthree\n"
+
+
 def test_vocabularies_must_agree(tmp_path: Path) -> None:
     folder = tmp_path / "wider"
     shutil.copytree(PICO, folder)

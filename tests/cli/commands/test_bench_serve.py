@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.commands.bench_serve import meets_slo
+from mycli.cli.commands.bench_serve import _loads, _parse_slo, _rate, _row, meets_slo
 from mycli.cli.main import main
 from mycli.cli.reports.bench_results import Row
 from mycli.cli.reports.plot import draw_loads
-from mycli.runtime.errors import ExitCode
+from mycli.runtime.diagnostics.completion_client import Reply
+from mycli.runtime.diagnostics.serving_load import Load, LoadResult
+from mycli.runtime.errors import ExitCode, ModelError, UsageError
 from tests.support.completion_server import scripted
 
 LOAD = ("-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
@@ -117,3 +121,53 @@ def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixt
 def test_refusals(arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*arguments) in (ExitCode.USAGE, ExitCode.MODEL)
     assert problem in capsys.readouterr().err
+
+
+def test_loads_are_every_combination_and_four_requests_a_client() -> None:
+    assert [load.name for load in _loads([9, 5], [3], "2,1", None, None, 4)] == [
+        "c1 p9/4 n3",
+        "c2 p9/4 n3",
+        "c1 p5/4 n3",
+        "c2 p5/4 n3",
+    ]
+    assert [load.requests for load in _loads([9], [3], "2,1", None, None, 0)] == [4, 8]
+    assert [load.requests for load in _loads([9], [3], "2,1024", None, 7, 0)] == [7, 7]
+    assert _loads([9], [3], "1", "2.5,0.5", None, 0) == [Load(9, 3, 32, rate=0.5), Load(9, 3, 32, rate=2.5)]
+    for clients in ("0,1", "1025"):
+        with pytest.raises(UsageError, match="must be 1 to 1024"):
+            _loads([9], [3], clients, None, None, 0)
+    for prompts, replies, shared in (([9, 4], [3], 4), ([9], [3, 0], 0), ([0, 9], [3], 0)):
+        with pytest.raises(UsageError, match="nothing to send or to reply"):
+            _loads(prompts, replies, "1", None, None, shared)
+
+
+@pytest.mark.parametrize(("text", "rate"), [("0.001", 0.001), ("10000", 10_000), ("0.00099", None), ("10001", None)])
+def test_a_rate_has_limits(text: str, rate: float | None) -> None:
+    if rate is not None:
+        assert _rate(text) == rate
+        return
+    with pytest.raises(UsageError, match=r"use 0\.001 to 10000|not a number of requests per second"):
+        _rate(text)
+
+
+def test_limits_are_in_seconds() -> None:
+    assert _parse_slo("ttft=500ms, tpot=0.05s") == {"ttft_p95_seconds": 0.5, "tpot_p95_seconds": 0.05}
+    assert _parse_slo(None) == {}
+
+
+def test_a_row_sums_its_runs() -> None:
+    load = Load(8, 3, 2, clients=1)
+    runs = [
+        LoadResult(load, (Reply(0.0, 1.0, 3.0, 8, 4, 3), Reply(0.0, 3.0, 3.0, 8, 0, 1)), 2.0, {"num_preemptions": 1.0}),
+        LoadResult(load, (Reply(0.0, 2.0, 6.0, 8, 8, 3), Reply(0.0, problem="late")), 1.0, {"num_preemptions": 2.0}),
+    ]
+    server: Any = SimpleNamespace(model="m")
+    row = _row(server, "m at url", "http", runs)
+    assert (row["samples"], row["tokens_per_second"], row["sigma"]) == ([2.0, 3.0], 2.5, pytest.approx(0.5**0.5))
+    assert (row["requests"], row["failed"], row["first_problem"]) == (4, 1, "late")
+    assert (row["prompt_tokens"], row["cached_tokens"], row["reply_tokens"], row["preemptions"]) == (24, 12, 7, 3)
+    assert [row[f"ttft_p{share}_seconds"] for share in (50, 95, 99)] == [2.0, 3.0, 3.0]
+    assert [row[f"tpot_p{share}_seconds"] for share in (50, 95, 99)] == [1.0, 2.0, 2.0]
+    assert _row(server, "m", "http", runs[:1])["sigma"] == 0.0
+    with pytest.raises(ModelError, match="no request was answered: busy"):
+        _row(server, "m", "http", [LoadResult(load, (Reply(0.0, problem="busy"),), 1.0)])

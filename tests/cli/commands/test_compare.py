@@ -1,10 +1,16 @@
 """Test `mycli compare`: table, card, plot and exit code."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mycli.cli.commands.compare import _check, _difference, _read_prompts, comparison_verdict
+from mycli.quant.comparison import Comparison, Interval, PromptComparison
+from mycli.runtime.errors import GateError, UsageError
 from tests.support.command_line import Mycli
 
 CPU = ("--device", "cpu")
@@ -57,3 +63,48 @@ def test_names_and_limits_are_checked_first(mycli: Mycli) -> None:
     assert "nosuch: no model of that name" in mycli("compare", "pico", "nosuch", *CPU).stderr
     for wrong in (("--max-kl", "0"), ("-n", "0"), ("--plot", "x.png")):
         assert mycli("compare", "pico", "pico", *wrong, *CPU).returncode == 2
+
+
+def _compared(kl: float = 0.0, changed: int = 0, calls: int = 0) -> Any:
+    rows = [PromptComparison(f"p{index}", 9, None, kl, 1.0, index >= changed, "none") for index in range(4)]
+    rows = [replace(row, calls="lost") if index < calls else row for index, row in enumerate(rows)]
+    return Comparison(tuple(rows), Interval(kl, 0.0, kl), 1.0, Interval(1.0, 1.0, 1.0), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        (_compared(0.9e-3), "no difference that matters"),
+        (_compared(0.9e-3, changed=1), "close"),
+        (_compared(1e-3), "close"),
+        (_compared(0.049, changed=4), "close"),
+        (_compared(0.05), "different"),
+        (_compared(0.049, calls=1), "different"),
+    ],
+    ids=["same", "another-answer", "at-the-first-limit", "answers-only", "at-the-second-limit", "a-lost-call"],
+)
+def test_the_verdict_is_that_of_the_worse_of_numbers_and_replies(result: Comparison, verdict: str) -> None:
+    assert comparison_verdict(result).startswith(verdict)
+
+
+def test_a_result_at_its_limit_passes() -> None:
+    result = _compared(0.05, changed=1)
+    _check(result, 0.05, 0.25)
+    for limits in ((0.0499, None), (None, 0.24)):
+        with pytest.raises(GateError, match="above --max-kl|more than --max-changed"):
+            _check(result, *limits)
+    assert [_difference(index) for index in (None, 0, 11)] == ["none", "token 1", "token 12"]
+
+
+def test_no_more_prompts_are_read_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[_read_prompts.__module__], "_MAX_PROMPTS", 2)
+    monkeypatch.setattr(sys.modules[_read_prompts.__module__], "MAX_LINE", 40)
+    path = tmp_path / "p.jsonl"
+    whole = json.dumps({"prompt": "x" * 25}) + "\n"
+    assert len(whole) == 40
+    path.write_text(whole * 2)
+    assert len(_read_prompts(path)) == 2
+    for text in (whole * 3, json.dumps({"prompt": "x" * 26}) + "\n"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="too long, or one of too many"):
+            _read_prompts(path)

@@ -1,6 +1,7 @@
 """Test `mycli embed`: texts from files and pipes, vectors as JSON lines and .npy."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy
@@ -68,3 +69,24 @@ def test_mistakes_are_named(
 def test_a_generative_model_is_refused(mycli: Mycli) -> None:
     done = mycli("embed", "pico", "--device", "cpu", input="a")
     assert done.returncode == 3 and "computes no embeddings" in done.stderr and "mycli embed" in done.stderr
+
+
+def test_texts_of_several_batches_are_numbered_through(
+    mycli: Mycli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("embed", str(model), "--device", "cpu", "--dtype", "fp32")
+    texts = [*TEXTS, "Good night", "The end"]
+    whole = embedded(mycli(*common, input="\n".join(texts)).stdout)
+    monkeypatch.setattr(sys.modules["mycli.cli.commands.embed"], "_TOGETHER", 2)
+    assert numpy.allclose(embedded(mycli(*common, input="\n".join(texts)).stdout), whole, atol=1e-5)
+    refused = mycli(*common, input="\n".join([*texts[:4], "a " * 600]))
+    assert refused.returncode == 2 and "text 5: the prompt has" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [('"a"\n{"text": 1}\n', "line 2: no text"), ('"a"\n\n', "line 2: not valid JSON")]
+)
+def test_a_line_without_a_text_is_named(mycli: Mycli, model: Path, tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    done = mycli("embed", str(model), str(tmp_path / "a.jsonl"), "--device", "cpu")
+    assert done.returncode == 2 and problem in done.stderr

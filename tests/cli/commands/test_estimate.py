@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from mycli.cli.commands.estimate import _parse_share
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.probe import cpu_name
-from mycli.runtime.errors import ExitCode
+from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.published import PUBLISHED
@@ -288,3 +289,11 @@ def test_where_one_gpu_ends_is_said_with_the_command_for_more(llama: str, capsys
     )
     assert "more_gpus" not in answer(capsys, llama, "--gpu", "80GiB")
     assert "more_gpus" not in answer(capsys, "pico", "--gpu", "24GiB") and "more_gpus" not in answer(capsys, "pico")
+
+
+@pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("100%", 1), ("1", 1), ("0.03", 0.03)])
+def test_a_tolerance_is_a_share_or_a_percentage(text: str, share: float) -> None:
+    assert _parse_share(text) == pytest.approx(share)
+    for wrong in ("0", "0%", "-1%", "101%", "1.01", "x"):
+        with pytest.raises(UsageError, match="not a percentage"):
+            _parse_share(wrong)

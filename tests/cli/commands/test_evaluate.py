@@ -23,3 +23,19 @@ def test_portable_bits_measure_the_passes_of_replies(mycli: Mycli) -> None:
 def test_portable_bits_are_refused_where_they_mean_nothing(words: tuple[str, ...], mycli: Mycli) -> None:
     done = mycli("eval", *SHORT, "--portable-bits", *words)
     assert done.returncode == 2 and "portable" in done.stderr and "omit" in done.stderr
+
+
+def test_a_comparison_names_both_models(mycli: Mycli) -> None:
+    words = ("eval", "pico-draft", "--ref", "pico", "--tokens", "128", "--ctx", "64", "--device", "cpu")
+    found = json.loads(mycli(*words, "--json").stdout)
+    assert (found["model"], found["reference"]) == ("pico-draft", "pico") and found["divergence"]["kl"]["value"] > 0.1
+    shown = mycli(*words).stdout
+    assert shown.startswith("pico-draft compared with pico\n")
+    before, after = (f"{found[name]['value']:.2f}" for name in ("perplexity",) * 2)
+    assert f"pico-draft {after}" in shown and before in shown
+
+
+def test_the_bytes_of_a_token_are_a_column(mycli: Mycli) -> None:
+    shown = mycli("eval", "pico", "--kv-sweep", "--tokens", "64", "--ctx", "32", "--device", "cpu").stdout
+    sizes = [line.split("|")[2].strip() for line in shown.splitlines()[2:]]
+    assert sizes == ["6.00 KiB", "3.00 KiB", "1.59 KiB", "0.84 KiB"]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,14 @@ def test_codex_speaks_responses() -> None:
     assert 'model_providers.mycli.base_url="http://h:1/v1"' in setup.arguments
     assert 'model_providers.mycli.wire_api="responses"' in setup.arguments
     assert setup.environment == {"MYCLI_API_KEY": "k"}
+
+
+def test_an_agent_that_a_signal_ended_has_the_exit_code_of_a_shell(
+    mycli: Mycli, programs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = nullcontext(("http://127.0.0.1:9", "pico"))
+    monkeypatch.setattr(sys.modules[agent_setup.__module__], "_server", lambda call, model, context: server)
+    program = Path(programs["PATH"].partition(":")[0]) / "aider"
+    for script, code in (("kill -9 $$", 137), ("exit 0", 0), ("exit 3", 3)):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        assert mycli("launch", "aider", env=programs).returncode == code

@@ -5,6 +5,9 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from mycli.cli.commands.ps import _duration, _models
 from mycli.runtime.server.http.run_file import RunningServer, announced, running_servers
 from tests.cli.commands.test_serve import begin, process
 from tests.support.command_line import Mycli
@@ -58,3 +61,24 @@ def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycl
         assert one.stderr is not None
         lines = [json.loads(line) for line in one.stderr.read().splitlines() if line.startswith("{")]
         assert [line["route"] for line in lines if line["method"] == "POST"] == ["/v1/completions"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (59, "0:00:59"), (3599, "0:59:59"), (3600, "1:00:00"), (90_061, "25:01:01")]
+)
+def test_the_time_that_a_server_is_up(seconds: int, text: str) -> None:
+    assert _duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        ({}, "one"),
+        ({"a": "loaded", "b": "loading"}, "a, b (loading)"),
+        ({"a": "loaded", "b": "unloaded", "c": "unloaded"}, "a, 3 models"),
+        ({"a": "unloaded", "b": "unloaded"}, "2 models"),
+    ],
+    ids=["single", "all-in-memory", "some", "none"],
+)
+def test_the_models_of_a_server(states: dict[str, str], text: str) -> None:
+    assert _models({"models": states, "model": "one"}) == text

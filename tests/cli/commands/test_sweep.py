@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mycli.cli.flags.recipe import RecipeFlags
-from mycli.cli.reports.sweep import sweep_recipes
+from mycli.cli.reports.sweep import _plot, sweep_recipes
 from mycli.quant import pipeline, shared_work
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -138,3 +138,18 @@ def test_the_best_that_fits_is_chosen_by_measured_loss(mycli: Mycli) -> None:
     assert chosen(four["memory_bytes"], "--max-kl", f"{four['kl'] * 1.01}")["best"] == four["name"]
     assert chosen(two["memory_bytes"], "--max-kl", "1e-9")["error"]["exit_code"] == 2  # type: ignore[index]  # an object
     assert chosen(two["memory_bytes"] // 2)["error"]["exit_code"] == 5  # type: ignore[index]  # as above
+
+
+def test_the_plot_of_a_sweep_has_sizes_and_times_of_what_was_measured(tmp_path: Path) -> None:
+    rows = [
+        {"name": "a", "method": "gptq", "bytes": 3 << 20, "kl": 0.01, "seconds": 40.0},
+        {"name": "b", "method": "rtn", "bytes": 2 << 20, "kl": 0.02, "seconds": None},
+        {"name": "c", "method": "rtn", "bytes": 1 << 20, "kl": None, "seconds": 9.0},
+    ]
+    _plot(tmp_path / "a.svg", "m", rows)
+    titles = re.findall(r"<title>(.*?)</title>", (tmp_path / "a.svg").read_text())
+    assert titles == ["a: 0.01 at 3", "b: 0.02 at 2", "a: 0.01 at 40"]
+    _plot(tmp_path / "a.svg", "m", rows[1:])
+    assert "copies by time" not in (tmp_path / "a.svg").read_text()
+    with pytest.raises(UsageError, match="nothing was measured"):
+        _plot(tmp_path / "a.svg", "m", rows[2:])

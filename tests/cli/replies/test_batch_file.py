@@ -105,6 +105,26 @@ def test_a_line_too_long_is_an_error_and_the_next_is_read(monkeypatch: pytest.Mo
     assert first.error is not None and (second.id, second.prompt) == (2, "b")
 
 
+@pytest.mark.parametrize(("length", "refused"), [(63, False), (64, False), (65, True), (200, True)])
+def test_a_line_may_be_as_long_as_allowed(length: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a line counts; the next line has the right number whatever was skipped."""
+    monkeypatch.setattr(batch, "MAX_LINE", 64)
+    line = json.dumps({"prompt": ""}).replace('""', f'"{"x" * (length - 15)}"') + "\n"
+    assert len(line) == length
+    first, second = read_items(io.BytesIO(line.encode() + b'\n{"prompt": "b"}\n'))
+    assert (first.error is not None) is refused and (second.id, second.prompt) == (3, "b")
+
+
+def test_an_id_and_a_conversation_may_be_as_long_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "MAX_MESSAGES", 2)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    items = [
+        parse_item(json.dumps({"id": "x" * size, "messages": talk[:count]}).encode(), 1)
+        for size, count in ((1000, 2), (1001, 2), (1000, 3))
+    ]
+    assert [item.error is None for item in items] == [True, False, False]
+
+
 def test_a_second_run_asks_only_what_was_not_answered(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": index, "prompt": f"p{index}"}) + "\n" for index in range(4)))

@@ -6,9 +6,13 @@ from xml.etree import ElementTree
 import pytest
 
 from mycli.cli.reports.plot import (
+    COLOURS,
     Chart,
     LayerError,
     Point,
+    _colours,
+    _linear,
+    _logarithmic,
     draw_errors,
     draw_loads,
     require_svg,
@@ -85,3 +89,63 @@ def test_times_of_a_load_are_in_milliseconds() -> None:
     root = ElementTree.fromstring(draw_loads([{"model": "m", "test": "c1 p1 n1", "tokens_per_second": 8.0, **times}]))
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert titles == [f"m, c1 p1 n1: {value}" for value in ("8", "250", "500", "62.5")]
+
+
+def test_a_linear_axis_begins_at_zero_and_ends_at_a_round_number() -> None:
+    for values, top in (([3.0, 42.0], 50.0), ([10.0, 40.0], 40.0), ([0.9], 0.9), ([1.0], 1.0), ([0.12], 0.2)):
+        share, labels = _linear(values)
+        assert labels == pytest.approx([0, top / 4, top / 2, 3 * top / 4, top])
+        assert [share(0), share(top / 2), share(top)] == pytest.approx([0, 0.5, 1])
+
+
+def test_a_logarithmic_axis_holds_whole_powers() -> None:
+    for values, powers in (
+        ([0.5, 20.0], [0.1, 1.0, 10.0, 100.0]),
+        ([1.0], [1.0, 10.0]),
+        ([10.0, 10.0], [10.0, 100.0]),
+        ([0.0, 1.0], [0.01, 0.1, 1.0]),
+    ):
+        share, labels = _logarithmic(values, 0.01)
+        assert labels == pytest.approx(powers)
+        shares = [share(power) for power in powers]
+        assert shares == pytest.approx([index / (len(powers) - 1) for index in range(len(powers))])
+        assert share(0.0) == share(0.01) >= 0 or min(values) > 0.01
+
+
+def test_colours_begin_again() -> None:
+    names = [f"n{index}" for index in range(9)]
+    assert list(_colours(names).values()) == [*COLOURS, COLOURS[0]]
+
+
+def _places(element: ElementTree.Element, kind: str) -> list[tuple[float, float]]:
+    names = ("cx", "cy") if kind == "circle" else ("x", "y")
+    return [(float(found.attrib[names[0]]), float(found.attrib[names[1]])) for found in element.iter(f"{SVG}{kind}")]
+
+
+def test_a_chart_uses_the_picture_between_its_margins(tmp_path: Path) -> None:
+    """A picture of 720 by 420 units with margins of 70, 20, 50 and 70; from 0 to 40 across, from 1e-3 to 1e-2 up."""
+    points = [Point("a", 10.0, 1e-3, "int4"), Point("b", 40.0, 1e-2, "int8")]
+    write_charts(tmp_path / "a.svg", [Chart("first", "size", "KL", points)])
+    (chart,) = ElementTree.parse(tmp_path / "a.svg").getroot().findall(f"{SVG}g")
+    assert _places(chart, "circle") == [(227.5, 350), (700, 50), (70, 400), (385, 400)]
+    texts = _places(chart, "text")
+    assert texts[:4] == [(70, 24), (70, 42), (62, 354), (62, 54)]
+    assert texts[4:] == [(70, 368), (227.5, 368), (385, 368), (542.5, 368), (700, 368), (79, 404), (394, 404)]
+
+
+def test_panels_of_loads_lie_side_by_side() -> None:
+    """Panels of 400 by 300 units with margins of 62, 14, 46 and 34; a legend below them."""
+    times = {f"{field}_p{share}_seconds": 0.01 for field in ("ttft", "tpot") for share in (50, 95)}
+    rows = [
+        {"model": model, "test": test, "tokens_per_second": rate, **times}
+        for model, test, rate in (("m", "c1 p1", 8.0), ("m", "c2 p1", 4.0), ("other", "c1 p1", 2.0))
+    ]
+    root = ElementTree.fromstring(draw_loads(rows))
+    assert root.attrib["viewBox"] == "0 0 1200 344"
+    lines = [line.attrib["points"] for line in root.iter(f"{SVG}polyline")]
+    assert lines[:2] == ["143.0,46.0 305.0,156.0", "143.0,211.0"]
+    assert lines[2:4] == ["543.0,266.0 705.0,266.0", "543.0,266.0"] and lines[6] == "943.0,266.0 1105.0,266.0"
+    assert _places(root, "circle")[-2:] == [(62, 304), (62, 322)] and _places(root, "text")[-2:] == [
+        (72, 308),
+        (72, 326),
+    ]

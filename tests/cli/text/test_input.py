@@ -1,5 +1,6 @@
 """Test standard input as part of the prompt: pipes that end, are silent or never end, and other kinds of files."""
 
+import io
 import os
 import socket
 import subprocess
@@ -130,3 +131,36 @@ def test_the_way_to_wait_longer_is_true(environment: dict[str, str]) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, input="an essay\n", env=environment, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("an essay\nHi\n", "")
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["pipe", "bytes-in-memory"])
+@pytest.mark.parametrize("size", [7, 8, 9])
+def test_as_many_bytes_as_allowed_are_read(
+    size: int, memory: bool, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_input, "MAX_BYTES", 8)
+    if memory:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x" * size)))
+    pipe.write("x" * size)
+    pipe.end()
+    if size <= 8:
+        assert asked("-")[0] == "x" * size
+        return
+    with pytest.raises(UsageError, match="standard input: larger than"):
+        asked("-")
+
+
+def test_the_first_bad_byte_is_named() -> None:
+    assert prompt_input.decode("grüß".encode(), "a.txt") == "grüß"
+    with pytest.raises(UsageError, match="a.txt: not UTF-8 at byte 2"):
+        prompt_input.decode(b"ok\xff\xfe", "a.txt")
+    assert prompt_input.decode(b"ok\xff", "a.txt", "replace") == "ok\ufffd"
+
+
+def test_a_document_is_read_without_its_byte_order_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfabc")
+    assert prompt_input.read_document(path) == "abc"
+    monkeypatch.setattr(prompt_input, "MAX_DOCUMENT", 5)
+    with pytest.raises(UsageError):
+        prompt_input.read_document(path)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import gguf
 import pytest
@@ -100,3 +100,81 @@ def test_halves_of_latent_attention_stay_in_floats() -> None:
     names = quantized_names(cast(ModelFolder, SimpleNamespace(config=config)))
     linears = {f"{linear.name}.weight" for linear in config.linears()}
     assert linears - set(names) == {name for name in linears if name.endswith("kv_b_proj.weight")}
+
+
+LARGE = ModelShape(layers=32, queries_per_key=2, experts=0, architecture="llama", tied=False)
+
+
+def _layers(name: str, part: str, shape: ModelShape) -> dict[str, list[int]]:
+    """Return the layers of each type of a part, without those of the base type."""
+    types = choose_types(name, _tensors(shape.layers), shape)
+    layers: dict[str, list[int]] = {}
+    for layer in range(shape.layers):
+        layers.setdefault(types[f"blk.{layer}.{part}.weight"], []).append(layer)
+    return {kind: found for kind, found in layers.items() if kind != MIXES[name].base}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "expected"),
+    [
+        # use_more_bits of llama-quant.cpp: the first and last eighth, and every third between them.
+        ("q4_k_m", "attn_v", {"Q6_K": [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]}),
+        ("q5_k_m", "ffn_down", {"Q6_K": [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]}),
+        ("q3_k_m", "attn_v", {"Q5_K": [0, 1], "Q4_K": [*range(2, 32)]}),
+        ("q3_k_m", "ffn_down", {"Q5_K": [0, 1], "Q4_K": [*range(2, 32)]}),
+        ("q4_k_s", "attn_v", {"Q5_K": [0, 1, 2, 3]}),
+        ("q4_k_s", "ffn_down", {"Q5_K": [0, 1, 2, 3]}),
+        ("q2_k_s", "ffn_down", {"Q4_K": [0, 1, 2, 3]}),
+        ("iq3_m", "ffn_down", {"Q4_K": [0, 1, 2, 3]}),
+        ("iq2_xs", "ffn_down", {"Q2_K": [0, 1, 2, 3]}),
+        ("iq2_m", "ffn_down", {"IQ3_S": [0, 1, 2, 3]}),
+        ("iq2_m", "attn_output", {"IQ3_S": [*range(32)]}),
+        ("iq2_xs", "attn_output", {}),
+        ("iq3_xs", "ffn_up", {"IQ3_XXS": [*range(4, 28)]}),
+    ],
+)
+def test_layers_with_more_bits_of_32(name: str, part: str, expected: dict[str, list[int]]) -> None:
+    assert _layers(name, part, LARGE) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "values"),
+    [
+        ("iq4_xs", {"queries_per_key": 3}, "IQ4_XS"),
+        ("iq4_xs", {"queries_per_key": 4}, "Q5_K"),
+        ("iq2_xs", {"queries_per_key": 3}, "Q2_K"),
+        ("iq2_xs", {"queries_per_key": 4}, "Q4_K"),
+        ("iq2_xs", {"queries_per_key": 1, "experts": 3}, "Q2_K"),
+        ("iq2_xs", {"queries_per_key": 1, "experts": 4}, "Q4_K"),
+        ("q3_k_s", {"layers": 80}, "Q5_K"),
+        ("q3_k_s", {"layers": 79}, "Q3_K"),
+        ("q3_k_s", {"layers": 80, "queries_per_key": 1}, "Q3_K"),
+        ("q3_k_s", {"layers": 80, "architecture": "gemma"}, "Q3_K"),
+        ("q3_k_s", {"experts": 8}, "Q8_0"),
+        ("q3_k_s", {"experts": 9}, "Q3_K"),
+    ],
+    ids=str,
+)
+def test_values_get_more_bits_where_they_are_few(name: str, change: dict[str, Any], values: str) -> None:
+    shape = replace(LARGE, **change)
+    types = choose_types(name, _tensors(shape.layers), shape)
+    assert {types[f"blk.{layer}.attn_v.weight"] for layer in range(shape.layers)} == {values}
+
+
+@pytest.mark.parametrize(
+    ("experts", "kinds"),
+    [(8, {"attn_k": "Q4_K", "attn_output": "Q5_K"}), (9, dict.fromkeys(("attn_k", "attn_output")))],
+)
+def test_attention_of_eight_experts_gets_more_than_two_bits(experts: int, kinds: dict[str, str | None]) -> None:
+    shape = replace(LARGE, experts=experts)
+    for part, kind in kinds.items():
+        assert _layers("iq2_xs", part, shape) == ({} if kind is None else {kind: [*range(32)]})
+
+
+def test_layers_of_experts_are_counted_by_their_number() -> None:
+    """A mixture may have dense layers without the role; the rule for its first layers counts all of them."""
+    tensors = [(f"blk.{layer}.ffn_down_exps.weight", 256) for layer in range(2, 32)]
+    types = choose_types("q4_k_s", reversed(tensors), replace(LARGE, experts=16))
+    assert [name for name, kind in types.items() if kind == "Q5_K"] == [name for name, _ in tensors[:2]]
+    dense = choose_types("q4_k_s", reversed(tensors), LARGE)
+    assert [name for name, kind in dense.items() if kind == "Q5_K"] == [name for name, _ in tensors[:4]]

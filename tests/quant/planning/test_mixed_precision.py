@@ -72,6 +72,7 @@ def test_bits_go_where_the_loss_falls_not_where_it_is_high() -> None:
 
 def test_what_is_too_little_is_refused() -> None:
     assert allocate.low_width(3.5, 128) == 3 and allocate.low_width(3.1, 128) == 2 and allocate.low_width(9, None) == 4
+    assert [allocate.low_width(bits, 128) for bits in (3.125, 3.124, 2.0, 1.0)] == [3, 2, 2, 2]
     with pytest.raises(UsageError, match=r"2\.01 bits per weight is too low: 3 bits with scales take 3\.000"):
         allocate.allocate([share(1.0)], 2.01, 3)
 

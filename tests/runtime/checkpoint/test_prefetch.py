@@ -31,7 +31,7 @@ def test_before_torch(environment: dict[str, str]) -> None:
     assert done.returncode == 0 and "pico False" in done.stderr
 
 
-@pytest.mark.parametrize("available, count", [(4000, 2), (100, 0)])
+@pytest.mark.parametrize("available, count", [(4000, 2), (3602, 2), (3600, 0), (100, 0)])
 def test_every_file_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, count: int) -> None:
     for name in ("a.safetensors", "b.safetensors", "other.bin"):
         (tmp_path / name).write_bytes(bytes(900))

@@ -50,6 +50,12 @@ def test_a_container_limit_counts_and_its_page_cache_is_free(root: Path) -> None
     assert found.limit.endswith("sys/fs/cgroup")
 
 
+def test_a_limit_is_all_that_a_group_can_have(root: Path) -> None:
+    """The page cache of a group may hold more than its use at the moment; without a share of it all is free."""
+    write(root, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **v2("", str(4 * GIB), GIB, 3 * GIB)})
+    assert machine.memory().available == 4 * GIB
+
+
 def test_the_tightest_of_nested_groups_counts(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n"}
     files |= v2("a/b/", "max", 0, 0) | v2("a/", str(2 * GIB), GIB, 0) | v2("", str(8 * GIB), 2 * GIB, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.diagnostics import golden_record
-from mycli.runtime.diagnostics.golden_record import GoldenRecord, compare_records, record, speed_change
+from mycli.runtime.diagnostics.golden_record import GoldenRecord, compare_records, record, speed_change, undisturbed
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.open import open_model
 from tests.support.paths import PICO
@@ -43,6 +43,12 @@ def test_the_interval_holds_the_true_change() -> None:
         change = speed_change(before, after)
         held += change.low <= -0.1 <= change.high
     assert held >= 88
+
+
+def test_the_undisturbed_rate_is_the_upper_quartile() -> None:
+    assert [undisturbed([float(rate) for rate in range(count)]) for count in (1, 2, 5, 9, 21)] == [0, 1, 3, 6, 15]
+    change = speed_change([10.0, 12.0, 11.0], [5.0, 6.0, 5.5])
+    assert (change.before, change.after, change.relative) == (12.0, 6.0, -0.5) and change.low < -0.5 < change.high
 
 
 def made(**changes: object) -> GoldenRecord:

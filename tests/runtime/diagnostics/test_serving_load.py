@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.diagnostics import completion_client
-from mycli.runtime.diagnostics.completion_client import CompletionServer
+from mycli.runtime.diagnostics.completion_client import CompletionServer, Reply
 from mycli.runtime.diagnostics.serving_load import Load, Texts, run_load, tokens_per_word
 from mycli.runtime.errors import ModelError, UsageError
 from tests.support.completion_server import Stream, event, scripted, talkative
@@ -111,3 +111,36 @@ def test_nobody_there() -> None:
         port = held.getsockname()[1]
     with pytest.raises(ModelError, match="refused"):
         CompletionServer(f"http://127.0.0.1:{port}")
+
+
+COUNTS = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        (COUNTS, (9, 4, 3)),
+        ({**COUNTS, "prompt_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}, (0, 0, 3)),
+        ({**COUNTS, "prompt_tokens": -1, "prompt_tokens_details": {"cached_tokens": "4"}}, (0, 0, 3)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, (9, 0, 2)),
+        ({}, (0, 0, 2)),
+    ],
+    ids=["all", "zeros", "impossible", "fewer", "none"],
+)
+def test_counts_of_a_server_are_not_trusted(usage: dict[str, Any], counts: tuple[int, int, int]) -> None:
+    """Of the events one has text, one has none yet, and one with neither text nor token ends the reply."""
+
+    def stream(asked: Any, say: Callable[[str], None]) -> None:
+        for choice in ({"text": "a"}, {"text": ""}, {"text": "", "finish_reason": "stop"}):
+            say(event(choices=[choice]))
+        say(event(choices=[], usage=usage))
+        say("data: [DONE]")
+
+    with scripted(stream) as server:
+        reply = CompletionServer(server.url).reply("one two", 3)
+    assert (reply.prompt, reply.cached, reply.tokens, reply.problem) == (*counts, "")
+
+
+def test_one_token_has_no_time_after_it() -> None:
+    assert Reply(1.0, 2.0, 2.0, tokens=1).token_seconds is None
+    assert Reply(1.0, 2.0, 5.0, tokens=2).token_seconds == 3.0

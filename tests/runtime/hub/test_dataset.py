@@ -108,3 +108,33 @@ def test_altered_contents_are_thrown_away(server: HubServer) -> None:
         fetch(server, "org/texts")
     with pytest.raises(NotFoundError):
         dataset.cached_dataset(DatasetName.parse("org/texts"))
+
+
+@pytest.mark.parametrize(("count", "more"), [(8, ""), (9, " and 1 more"), (20, " and 12 more")])
+def test_a_long_listing_is_cut(count: int, more: str) -> None:
+    paths = [f"data/{number:02}.txt" for number in range(count)]
+    with pytest.raises(NotFoundError, match="no such file") as caught:
+        DatasetName.parse("org/texts:none.txt").choose(reversed(paths))
+    assert caught.value.hint == f"there are {', '.join(paths[:8])}{more}"
+
+
+@pytest.mark.parametrize(
+    ("paths", "chosen"),
+    [
+        (["a.txt", "b.jsonl"], "b.jsonl"),
+        (["test.jsonl", "train.txt"], "train.txt"),
+        (["constraints.jsonl", "my-train.parquet"], "my-train.parquet"),
+        (["train/b.jsonl", "train/a.jsonl", "a.csv"], "train/a.jsonl"),
+        (["train.jsonl.gz", "train.jsonl"], "train.jsonl"),
+    ],
+)
+def test_the_training_split_is_chosen_then_the_suffix_then_the_name(paths: list[str], chosen: str) -> None:
+    for order in (paths, paths[::-1]):
+        assert DatasetName.parse("org/texts").choose(order) == chosen
+
+
+def test_a_path_has_at_most_1023_characters() -> None:
+    long = "/".join(["x" * 101] * 10 + ["y" * 3])
+    assert len(long) == 1023 and DatasetName.parse(f"org/texts:{long}").path == long
+    with pytest.raises(UsageError, match="not a path"):
+        DatasetName.parse(f"org/texts:{long}y")

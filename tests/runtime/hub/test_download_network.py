@@ -197,3 +197,63 @@ def test_delays_between_attempts_double_up_to_a_limit(monkeypatch: pytest.Monkey
     with pytest.raises(NotFoundError, match=r"dropped \(tried 5 times\)"):
         RetryPolicy(request_attempts=5, max_delay=3.0).run(drop, lambda note: None)
     assert delays == [0.5, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("step", "calls"), [(1 << 20, 6), ((1 << 20) - 1, 3)], ids=["progress", "drip"])
+def test_attempts_count_anew_after_a_mebibyte(step: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection drops after each `step` bytes, four times, and then brings nothing more."""
+    monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
+    received: list[int] = []
+
+    def drop() -> None:
+        received.append(min(len(received) + 1, 4) * step)
+        raise TransientError("dropped")
+
+    policy = RetryPolicy(attempts=3, request_attempts=1)
+    with pytest.raises(NotFoundError, match=r"dropped \(tried 3 times\)"):
+        policy.run(drop, lambda note: None, lambda: received[-1] if received else 0)
+    assert len(received) == calls
+
+
+def test_a_server_that_asks_for_as_long_as_allowed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", delays.append)
+    waits = iter((120.0, 0.0, 121.0))
+
+    def busy() -> None:
+        raise TransientError("busy", next(waits))
+
+    with pytest.raises(NotFoundError, match="asks to wait 121 s"):
+        RetryPolicy().run(busy, lambda note: None)
+    assert delays == [120.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7.0),
+        ({"Retry-After": "Thu, 01 Jan 2026 00:01:00 GMT"}, 60.0),
+        ({"Retry-After": "Wed, 31 Dec 2025 23:00:00 GMT"}, 0.0),
+        ({"RateLimit": '"api";r=0;t=30'}, 30.0),
+        ({"RateLimit": '"api";r=5;t=30'}, None),
+        ({}, None),
+    ],
+    ids=["seconds", "date", "past", "exhausted", "not-exhausted", "nothing"],
+)
+def test_the_time_to_wait_is_read(
+    headers: dict[str, str], seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.time, "time", lambda: 1_767_225_600.0)  # the first second of 2026
+    assert client._retry_after(headers) == seconds
+
+
+@pytest.mark.parametrize("fault", [Fault(), Fault(ignore_range=True)], ids=["ranges", "whole-files"])
+def test_a_part_of_a_file_is_read(fault: Fault, server: HubServer) -> None:
+    commit = server.add(REPO, FILES)
+    with Hub(server.address(), None, print, QUICK) as hub:
+        for start, length in ((0, 8), (5000, 300), (len(WEIGHTS) - 10, 300)):
+            server.fail("storage:", fault)
+            data = hub.read(REPO, commit, "model.safetensors", start, length)
+            assert data == WEIGHTS[start : start + length]
+    ranges = [request.headers["Range"] for request in server.requests("storage:")]
+    assert ranges == ["bytes=0-7", "bytes=5000-5299", f"bytes={len(WEIGHTS) - 10}-{len(WEIGHTS) + 289}"]

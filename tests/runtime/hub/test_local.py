@@ -1,11 +1,13 @@
 """Test that stored models are listed with their problems, and removed without touching other files."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, NotFoundError, UsageError, UserError
 from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.resolve import resolve
@@ -75,6 +77,16 @@ def test_what_cannot_be_used_says_why() -> None:
     assert rows()["org/tiny"] == ("hub", 6, "incomplete: model.safetensors missing")
     cached({"config.json": b"{}", "pytorch_model.bin": b"x"}, SECOND, ref="old")
     assert rows()["org/tiny@old"][2] == "no safetensors"
+
+
+def test_the_first_of_several_missing_files_is_named_with_their_number() -> None:
+    weights = {f"model-{number}.safetensors": FILES["model.safetensors"] for number in (1, 2, 3)}
+    index = json.dumps({"weight_map": {f"w{number}": name for number, name in enumerate(weights)}}).encode()
+    folder = cached({"config.json": FILES["config.json"], INDEX: index, **weights})
+    for more, name in enumerate(weights):
+        (folder / name).unlink()
+        others = f" and {more} more" if more else ""
+        assert rows()["org/tiny"][2] == f"incomplete: model-1.safetensors missing{others}"
 
 
 def test_an_empty_machine() -> None:

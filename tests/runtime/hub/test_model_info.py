@@ -156,3 +156,12 @@ def test_a_search_reads_what_the_hub_leaves_out() -> None:
         SearchResult("org/c", 0, None, None, gated=False),
     ]
     assert [result.name for result in search_models(hub, "a", 1)] == ["org/a"]
+
+
+@pytest.mark.parametrize("words", ["", "  ", "x" * 201], ids=["empty", "blank", "long"])
+def test_words_that_cannot_be_searched_for_are_refused(words: str) -> None:
+    queries: list[str] = []
+    hub: Any = SimpleNamespace(list_models=lambda query: queries.append(query) or [])
+    with pytest.raises(UsageError, match="no words to search for"):
+        search_models(hub, words, 9)
+    assert search_models(hub, "x" * 200, 9) == [] and len(queries) == 1

@@ -373,3 +373,18 @@ def test_names_of_ollama_are_explained(model: str) -> None:
         with pytest.raises(NotFoundError, match="Ollama's library") as caught:
             find(model)
         assert "Qwen/Qwen3" in caught.value.data["candidates"]
+
+
+def test_long_lists_are_cut(folders: Path) -> None:
+    for number in range(6):
+        (folders / "work" / "sub").mkdir(exist_ok=True)
+        (folders / "work" / "sub" / f"m-Q{number}.gguf").write_bytes(b"GGUF")
+    error = failure("./sub")
+    listed = ", ".join(f"sub/m-Q{number}.gguf" for number in range(4))
+    assert "GGUF files without config.json" in error.message and remedy(error) == f"give one: {listed} and 2 more"
+    (folders / "work" / "sub" / "m-Q5.gguf").unlink()
+    (folders / "work" / "sub" / "m-Q4.gguf").unlink()
+    assert remedy(failure("./sub")) == f"give one: {listed}"
+    for number in range(4):
+        cached(commit=str(number) * 40, ref=f"v{number}")
+    assert failure("org/tiny").message.count("org/tiny@v") == 3

@@ -122,3 +122,23 @@ def test_a_proposed_context_really_fits(free: int) -> None:
     context = proposed.data["context"]
     assert proposed.code == "set-context" and isinstance(context, int)
     assert estimate(replace(plan, context=context)).total <= free
+
+
+def test_a_context_of_less_than_a_quarter_is_proposed_last() -> None:
+    plan = replace(LLAMA, context=32768)
+    quarter = estimate(replace(plan, context=8192)).total
+    kept, shorter = shortage(plan, quarter, "cuda:0"), shortage(plan, quarter - 1, "cuda:0")
+    assert (kept.code, kept.data) == ("set-context", {"context": 8192})
+    assert shorter.code == "quantize", "although 8176 tokens fit"
+    packed = replace(plan, packings=PackingScheme(Packing(2, 128)).packings(plan.config))
+    least = estimate(replace(packed, context=SHORTEST_CONTEXT)).total
+    last, none = (shortage(packed, free, "cuda:0") for free in (least, least - 1))
+    assert (last.code, last.data) == ("set-context", {"context": SHORTEST_CONTEXT})
+    assert none.code == "" and "no single change is enough" in none.hint
+
+
+def test_an_estimate_that_fits_is_no_cause() -> None:
+    total = estimate(LLAMA).total
+    assert shortage(LLAMA, total, "cuda:0").code == "free-memory-or-less-context"
+    assert "but memory ran out" in shortage(LLAMA, total, "cuda:0").message
+    assert shortage(LLAMA, total - 1, "cuda:0").code == "set-context"

@@ -5,9 +5,12 @@ import pytest
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.activations import (
     MAX_ADDED_KL,
+    MAX_MOVED_KL,
+    UNMEASURED_FILE,
     ActivationKl,
     Activations,
     choose_activations,
+    choose_by_file,
     read_activation_kl,
 )
 from mycli.runtime.quantization.scheme import Packing
@@ -60,3 +63,15 @@ def test_card() -> None:
     assert read_activation_kl(Fields({"card": {"activations": LITTLE.record}}, "mycli.json")) == LITTLE
     with pytest.raises(ModelError, match="card: activations: 8 must be a number"):
         read_activation_kl(Fields({"card": {"activations": {"16": 1, "8": "x"}}}, "mycli.json"))
+
+
+def test_a_file_without_a_card_has_a_limit_of_its_own() -> None:
+    assert choose_by_file(None) is UNMEASURED_FILE and UNMEASURED_FILE.bits == 16
+    below, at = choose_by_file(MAX_MOVED_KL * 0.99), choose_by_file(MAX_MOVED_KL)
+    assert (below.bits, at.bits) == (8, 16) and below.reason.code == "activations-move"
+    assert {packing.activations for packing in below.packings(WIDTHS).values()} == {8}, "of all widths"
+    assert at.packings(WIDTHS) is WIDTHS
+
+
+def test_the_added_share_is_relative() -> None:
+    assert ActivationKl(0.5, 0.75).added == 0.5 and ActivationKl(0.5, 0.25).added == -0.5

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mycli.runtime.checkpoint.gguf.files import join_headers
-from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_gguf_header
-from mycli.runtime.checkpoint.gguf.writer import GgufWriter, make_gguf_header
+from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel, parse_gguf_header
+from mycli.runtime.checkpoint.gguf.writer import GgufWriter, Unwritten, make_gguf_header
 from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.utils.json_fields import Fields
 from tests.attacks import gguf_attacks as attacks
 
 
@@ -228,3 +229,58 @@ def test_a_reader_that_ends_early_is_an_error() -> None:
     stream = io.BytesIO(data[:40])
     with pytest.raises(ModelError, match="truncated"):
         parse_gguf_header(lambda offset, count: stream.read(count), len(data), "x.gguf")
+
+
+def test_arrays_of_every_kind_are_read_by_the_library(tmp_path: Path) -> None:
+    values = {"reals": [0.5, -1.0], "mixed": [1, 2.5], "flags": [True, False], "none": [], "ids": [True, 3]}
+    written = {**values, "general.architecture": "llama", "importance": Unwritten(3)}
+    with GgufWriter(tmp_path / "a.gguf", written, [("one", "F32", (2,))]) as writer:
+        writer.write("importance", np.arange(3, dtype=np.float32).data)
+        with pytest.raises(ValueError, match="one has 8 bytes, not 12"):
+            writer.write("one", np.zeros(2, dtype=np.float32).data, 4)
+        writer.write("one", np.ones(2, dtype=np.float32).data)
+        writer.finish()
+    read = {name: field.contents() for name, field in library.GGUFReader(tmp_path / "a.gguf").fields.items()}
+    assert {name: read[name] for name in values if name != "none"} == {
+        **{"reals": [0.5, -1.0], "mixed": [1.0, 2.5], "flags": [True, False], "ids": [1.0, 3.0]}
+    }
+    assert read["importance"] == [0.0, 1.0, 2.0]
+    header = parse((tmp_path / "a.gguf").read_bytes())
+    assert header.metadata.values["none"] == [] and header.arrays["importance"].shape == (3,)
+
+
+@pytest.mark.parametrize("alignment", [8, 64])
+def test_tensors_lie_at_multiples_of_the_alignment(alignment: int) -> None:
+    keys = (attacks.key(b"general.alignment", attacks.U32, struct.pack("<I", alignment)),)
+    second = -(-48 // alignment) * alignment
+    tensors = attacks.info(b"a", (12,)), attacks.info(b"b", (12,), offset=second)
+    header = attacks.gguf(keys, tensors, b"")
+    data = header + bytes(-len(header) % alignment + second + 48)
+    places = {name: entry.offset for name, entry in parse(data).tensors.items()}
+    assert places["a"] % alignment == 0 and places["b"] - places["a"] == second
+
+
+def _model(**values: object) -> GgufModel:
+    keys = {f"llama.{name}": value for name, value in values.items()}
+    return GgufModel(Fields({"general.architecture": "llama", **keys}, "x.gguf"), {}, lambda name: [])
+
+
+def test_values_of_layers_are_whole_numbers_one_for_each() -> None:
+    model = _model(one=3, list=[1, 0, 7], numbers=array("i", [4, 5]), flags=[True, False], most=[(1 << 31) - 1])
+    assert model.layer_values("one") == [3] and model.layer_values("list", 3) == [1, 0, 7]
+    assert model.layer_values("list", 2) == [1, 0] and model.layer_values("numbers") == [4, 5]
+    assert model.layer_values("flags", 2) == [True, False] and model.layer_values("most") == [(1 << 31) - 1]
+    wrong = _model(short=[1, 2], negative=[1, -1], large=[1 << 31], real=[0.5], text="3", empty=[])
+    for name in ("short", "negative", "large", "real", "text", "empty", "missing"):
+        with pytest.raises(ModelError, match="not a list with one whole number for each layer"):
+            wrong.layer_values(name, 3 if name == "short" else None)
+
+
+def test_a_list_is_a_number_if_all_layers_agree() -> None:
+    model = _model(one=3, same=[5, 5, 5], numbers=array("i", [7, 7]), other=[5, 6])
+    assert [model.integer(name) for name in ("one", "same", "numbers")] == [3, 5, 7]
+    assert model.integer("missing", 9) == 9
+    with pytest.raises(ModelError, match="differs from layer to layer"):
+        model.integer("other")
+    with pytest.raises(ModelError):
+        model.integer("same", low=6)

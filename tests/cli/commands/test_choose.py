@@ -1,0 +1,49 @@
+"""Test at which memory and at which loss `mycli choose` decides for a smaller copy."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.cli.commands.choose import STATED_KL, _source
+from tests.support.command_line import Mycli
+
+
+@pytest.fixture
+def answer(mycli: Mycli, tmp_path: Path) -> Any:
+    def ask(memory: str, *options: str) -> dict[str, Any]:
+        env = {"MYCLI_HOME": str(tmp_path / "home")}
+        return dict(json.loads(mycli("choose", "pico", "--gpu", memory, *options, "--json", env=env).stdout))
+
+    return ask
+
+
+def test_a_model_that_fits_to_the_byte_is_chosen(answer: Any) -> None:
+    found = answer("24GiB")
+    total = found["candidates"][0]["memory_bytes"]
+    assert found["best"] == "pico" and found["commands"] == ["mycli chat pico --ctx 2048"], "its whole context"
+    exact = math.ceil(total * 1.03)  # as much to spare as an estimate may be too low
+    for memory, best in ((exact, "pico"), (exact - 1, "pico-gptq-int8-g128")):
+        found = answer(f"{memory}B")
+        assert found["best"] == best
+        fits = [row["fits"] for row in found["candidates"]]
+        assert fits == [best == "pico", *[True] * (len(fits) - 1)]
+
+
+def test_a_loss_at_the_limit_is_accepted(answer: Any) -> None:
+    memory = f"{math.ceil(answer('24GiB')['candidates'][0]['memory_bytes'] * 1.03) - 1}B"  # too little for pico
+    assert answer(memory, "--max-kl", str(STATED_KL[8]))["best"] == "pico-gptq-int8-g128"
+    refused = answer(memory, "--max-kl", str(STATED_KL[8] * 0.99))
+    assert refused["error"]["exit_code"] == 2 and "--max-kl" in refused["error"]["message"]
+    nothing = answer("1MiB", "--max-kl", "1")
+    assert nothing["error"]["exit_code"] == 5, "nothing fits: the limit is not the cause"
+
+
+@pytest.mark.parametrize(
+    ("kl", "measured", "words"),
+    [(None, False, "not measured"), (0.01, True, "measured"), (0.01, False, "as for pico")],
+)
+def test_the_source_of_a_loss(kl: float | None, measured: bool, words: str) -> None:
+    assert _source({"kl": kl, "measured": measured}) == words
