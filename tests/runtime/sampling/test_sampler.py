@@ -296,12 +296,12 @@ def test_a_resumed_reply_goes_on_with_the_numbers_after_those_it_took(taken: int
 def test_an_id_beyond_the_vocabulary_counts_as_its_last_token() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, VOCAB - 1] = 1.0
-    for settings in (
+    for sampling in (
         SamplingParams(repetition_penalty=2.0, presence_penalty=0.6),
         SamplingParams(frequency_penalty=2.0),
     ):
-        sampler = Sampler(settings, VOCAB, torch.device("cpu"))
+        sampler = Sampler(sampling, VOCAB, torch.device("cpu"))
         assert int(sampler.sample(logits)) == VOCAB - 1
-        padded = Sampler(settings, VOCAB, torch.device("cpu"))
+        padded = Sampler(sampling, VOCAB, torch.device("cpu"))
         padded.resume([VOCAB + 3], False)
         assert int(padded.sample(logits)) == int(sampler.sample(logits)) == 0
