@@ -275,6 +275,18 @@ def test_a_new_user_has_no_advantage_over_one_that_returns() -> None:
     assert shares.ordered([new, returning], []) == [new, returning]
 
 
+def test_a_user_that_returns_keeps_the_time_that_it_has_used() -> None:
+    shares, engine = FairShares(), scheduler()
+    returning, active = (submit(engine, seed, user) for seed, user in enumerate(("returning", "active")))
+    for sequence in (returning, active):
+        shares.enter(sequence, 0)
+    shares.charge(returning, 100)
+    shares.charge(active, 10)
+    shares.leave(returning)
+    shares.enter(returning, 0)
+    assert shares.ordered([returning, active], []) == [active, returning]
+
+
 def test_the_last_place_of_an_equal_share_is_given_up_and_no_more() -> None:
     engine = scheduler(running=4)
     for seed in range(6):
