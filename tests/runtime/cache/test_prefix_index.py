@@ -166,3 +166,91 @@ def test_beginnings() -> None:
         common_prefix_length([1, 2], [2]),
         common_prefix_length([], [1]),
     ] == [2, 0, 0]
+
+
+def recurrent(blocks: int = 9, slots: int = 6) -> BlockPool:
+    return BlockPool(blocks, PrefixIndex(4, states=StatePool(slots)))
+
+
+def states_of(pool: BlockPool) -> StatePool:
+    assert pool.states is not None
+    return pool.states
+
+
+def computed(pool: BlockPool, text: list[int]) -> tuple[BlockTable, list[int]]:
+    """Compute a text with a recurrent state; return its table, and the number of tokens after each pass."""
+    table, ends = BlockTable(pool), list[int]()
+    table.match(text)
+    table.allocate_state()
+    while table.length < len(text):
+        ends.append(table.chunk_end(len(text)))
+        assert table.reserve(ends[-1])
+        table.fill(text, ends[-1])
+    return table, ends
+
+
+def test_a_state_is_stored_before_the_end_of_a_prompt_and_resumed_there() -> None:
+    mine = recurrent()
+    table, ends = computed(mine, TEXT)
+    assert ends == [8, 11] and table.snapshots == {8: 1} and states_of(mine).take_copies() == [(0, 1)]
+    second = BlockTable(mine)
+    match = second.match([*TEXT[:8], 99, 99])
+    assert (match.tokens, match.cached, match.miss) == (8, 8, "differs from all cached sequences (from token 9)")
+    assert second.state == 2 and states_of(mine).take_copies() == [(1, 2)], "the snapshot stays"
+    second.release()
+    table.release(TEXT)
+    assert states_of(mine).num_snapshots == 2 and mine.index.match([*TEXT, 99]).tokens == 11, (
+        "and at the end of the reply"
+    )
+    assert mine.index.match([*TEXT[:10], 99]).miss == "no later snapshot of the recurrent state (from token 9)"
+
+
+def test_a_state_is_stored_where_a_prompt_leaves_a_cached_one() -> None:
+    mine = recurrent()
+    first, _ = computed(mine, TEXT)
+    first.release(TEXT)
+    other = [*TEXT[:6], 7, 7, 7, 7, 7]
+    match = mine.index.match(other)
+    assert (match.tokens, match.cached, match.miss) == (0, 6, "no snapshot of the recurrent state")
+    table, ends = computed(mine, other)
+    assert ends == [4, 8, 11] and set(table.snapshots) == {4, 8}
+    table.release(other)
+    third = [*TEXT[:6], 5, 5, 5]
+    match = mine.index.match(third)
+    assert (match.tokens, match.cached) == (4, 6)
+    assert match.miss == "no later snapshot of the recurrent state (from token 5)"
+    assert computed(mine, third)[1] == [8, 9]
+
+
+def test_a_reply_that_ends_with_a_block_is_resumed_after_it() -> None:
+    mine = recurrent()
+    table, _ = computed(mine, TEXT[:8])
+    table.release(TEXT[:8])
+    assert mine.index.match([*TEXT[:8], 99]).tokens == 8
+    again = BlockTable(mine)
+    assert again.match([*TEXT[:8], 99]).tokens == 8 and again.blocks == [0, 1] and again.length == 8
+
+
+def test_states_of_a_sequence_that_is_not_kept_are_free_again() -> None:
+    mine = recurrent()
+    for end in (lambda table: table.release(), lambda table: table.discard()):
+        table, _ = computed(mine, TEXT)
+        end(table)
+        assert table.state is None and mine.used == 0
+        mine.clear()
+        assert states_of(mine).free == states_of(mine).slots and mine.free == mine.blocks
+
+
+def test_a_state_within_a_block_that_cannot_be_copied_is_not_resumed() -> None:
+    mine = recurrent(blocks=3)
+    first, _ = computed(mine, TEXT[:10])
+    first.release(TEXT[:10])
+    running, ends = computed(mine, [*TEXT, 1])
+    assert ends == [12] and set(running.snapshots) == {8, 10}, "resumed at 10 in the same block"
+    used = states_of(mine).free
+    table = BlockTable(mine)
+    match = table.match([*TEXT[:10], 99, 99])
+    assert (match.tokens, match.miss) == (0, "no free block to copy a shared block into")
+    assert table.blocks == [] and table.length == 0 and table.state is None and states_of(mine).free == used
+    running.release([*TEXT, 1])
+    assert table.match([*TEXT[:10], 99, 99]).tokens == 10, "of an idle block the memory is taken"

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.beams import BeamSearch, Continuation, beam_room, check_beams
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
@@ -162,3 +163,52 @@ def test_beams_that_do_not_fit_are_refused(
 def test_options_out_of_range_are_refused(fields: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError):
         BeamOptions(*fields)
+
+
+STOP = frozenset((4,))
+FIRST = torch.tensor([[-1.0, -2.0, -9.0, -9.0, -0.5]])
+
+
+@pytest.mark.parametrize(("early", "ends"), [(True, True), (False, True), ("never", False)])
+def test_a_search_ends_when_its_rule_says_so(early: Any, ends: bool) -> None:
+    """Later beams are less likely, but with a penalty above 1 a long one may still become the best."""
+    search = BeamSearch(BeamOptions(2, 2.0 if early == "never" else 1.0, early), 40, STOP)
+    assert search.extend(FIRST) == [Continuation(0, 0), Continuation(0, 1)]
+    assert [beam.tokens for beam in search.finished] == [(4,)]
+    following = torch.full((2, 5), -5.0)
+    following[:, 4] = -0.1
+    assert (search.extend(following) == []) == ends
+    best = [(0, 4), (4,)] if early == "never" else [(4,), (0, 4)]
+    assert [beam.tokens for beam in search.finished] == best
+
+
+def test_a_beam_that_cannot_be_replaced_is_not_scored_past_the_limit() -> None:
+    search = BeamSearch(BeamOptions(2), 1, STOP)
+    assert search.extend(FIRST) == [] and [beam.tokens for beam in search.finished] == [(4,), (0,)]
+
+
+def test_beams_need_as_many_sequences_replies_and_tokens() -> None:
+    check_beams(BeamOptions(4), 4, 4, 8, 1)
+    check_beams(BeamOptions(4), 4, 4, 12, 2)
+    for case, words in (
+        ((5, 5, 8, 1), "5 replies need as many beams"),
+        ((4, 3, 8, 1), "at most 3 sequences"),
+        ((4, 4, 7, 1), "vocabulary of 7 tokens"),
+        ((4, 4, 11, 2), "vocabulary of 11 tokens"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_beams(BeamOptions(4), *case)
+
+
+def test_the_room_of_beams_is_what_is_left_of_the_cache_after_the_prompt() -> None:
+    """Of 9 blocks of 4 the prompt fills 2 whole ones, and each of 2 beams has 3, with 2 tokens of the prompt in one."""
+    prompt = tuple(range(10))
+    assert beam_room(Request(prompt, limit=10), BeamOptions(2), 9, 4) == 10
+    assert beam_room(Request(prompt), BeamOptions(2), 9, 4) == 10
+    assert beam_room(Request(prompt[:1]), BeamOptions(4), 4, 2) == 1
+    for request, blocks, cause in (
+        (Request(prompt, limit=11), 9, "2 beams of 11 tokens after 10 prompt tokens do not fit the cache of 36 tokens"),
+        (Request(prompt), 3, "2 beams of a token"),
+    ):
+        with pytest.raises(UsageError, match=cause):
+            beam_room(request, BeamOptions(2), blocks, 4)

@@ -8,9 +8,9 @@ import pytest
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.engine.fairness import EXPECTED_SECONDS, MAX_CREDIT, FairShares
+from mycli.runtime.engine.fairness import EXPECTED_SECONDS, MAX_CREDIT, PAUSE_TOKENS, RESUMED_TOKENS, FairShares
 from mycli.runtime.engine.scheduler import Limits, Scheduler
-from mycli.runtime.engine.sequence import Request, Sequence, Status
+from mycli.runtime.engine.sequence import BeamOptions, Request, Sequence, Status
 
 
 def scheduler(
@@ -223,3 +223,113 @@ def test_leaving_earns_nothing() -> None:
         while one.status is not Status.FINISHED:
             tokens += step(engine)
     assert tokens["hops"] / tokens["busy"] < 1.7
+
+
+def grouped(engine: Scheduler, seed: int, group: str, user: str = "user") -> Sequence:
+    return engine.submit(Request(prompt(seed), limit=50, user=user, group=group))
+
+
+def test_prompts_of_a_request_are_due_one_after_another_and_none_in_the_past() -> None:
+    shares, engine = FairShares(), scheduler()
+    first, second, third, other, last = (grouped(engine, seed, "a" if seed != 3 else "b") for seed in range(5))
+    shares.enter(first, 8)
+    shares.enter(second, 8)
+    assert (first.due, second.due) == (8, 16)
+    shares.charge(first, 40)
+    shares.enter(third, 8)
+    assert third.due == 48, "the clock of the user's requests has passed the end of the second"
+    shares.enter(other, 8)
+    shares.charge(first, 10)
+    shares.enter(last, 0)
+    assert (other.due, last.due) == (48, 48), "after the third"
+    shares.charge(first, 20)
+    shares.leave(last)
+    shares.enter(last, 0)
+    assert last.due == 55, "40 tokens for one request, then 30 for two"
+
+
+def test_a_request_whose_reply_ended_is_due_as_if_it_had_just_arrived() -> None:
+    shares, engine = FairShares(), scheduler()
+    ended, again, other = (grouped(engine, seed, "a" if seed < 2 else "b") for seed in range(3))
+    for sequence in (ended, again):
+        shares.enter(sequence, 0)
+    shares.enter(other, 4)
+    assert shares.first([again, other], []) is again
+    shares.leave(ended)  # its prompt had 8 tokens
+    assert shares.first([again, other], []) is other
+
+
+def test_a_new_user_has_no_advantage_over_one_that_returns() -> None:
+    shares, engine = FairShares(), scheduler()
+    returning, short, new = (submit(engine, seed, user) for seed, user in enumerate(("returning", "short", "new")))
+    for sequence in (returning, short):
+        shares.enter(sequence, 0)
+    shares.charge(returning, 100)
+    shares.charge(short, 10)
+    shares.leave(returning)
+    shares.leave(short)
+    for sequence in (new, returning):
+        shares.enter(sequence, 0)
+    assert shares.ordered([new, returning], []) == [returning, new], "in the order of arrival"
+    shares.charge(returning, 1)
+    assert shares.ordered([new, returning], []) == [new, returning]
+
+
+def test_a_user_that_returns_keeps_the_time_that_it_has_used() -> None:
+    shares, engine = FairShares(), scheduler()
+    returning, active = (submit(engine, seed, user) for seed, user in enumerate(("returning", "active")))
+    for sequence in (returning, active):
+        shares.enter(sequence, 0)
+    shares.charge(returning, 100)
+    shares.charge(active, 10)
+    shares.leave(returning)
+    shares.enter(returning, 0)
+    assert shares.ordered([returning, active], []) == [active, returning]
+
+
+def test_the_last_place_of_an_equal_share_is_given_up_and_no_more() -> None:
+    engine = scheduler(running=4)
+    for seed in range(6):
+        submit(engine, seed, "many")
+    until(engine, lambda: len(engine.running) == 4)
+    few = [submit(engine, 90 + seed, "few") for seed in range(3)]
+    for _ in range(8):
+        step(engine)
+    assert Counter(sequence.request.user for sequence in engine.running) == {"many": 2, "few": 2}
+    assert [sequence.status for sequence in few] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
+
+
+def test_passes_are_not_cut_for_a_user_with_as_many_replies() -> None:
+    engine = scheduler(running=8, chunk=32)
+    submit(engine, 99, "one", length=20)
+    step(engine)
+    submit(engine, 0, "many", length=48)
+    assert passes(engine, 1) == [("many", 32)]
+
+
+@pytest.mark.parametrize(("chunk", "part"), [(32, 4), (4, 1)])
+def test_passes_are_not_cut_to_nothing_for_a_short_prompt(chunk: int, part: int) -> None:
+    engine = scheduler(running=8, chunk=chunk)
+    submit(engine, 99, "one", limit=0, length=2)
+    step(engine)
+    submit(engine, 0, "many", length=48)
+    assert passes(engine, 1) == [("many", part)]
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_search_keeps_its_places_after_a_pause_unless_it_is_batch(batch: bool) -> None:
+    shares, engine = FairShares(), scheduler()
+    beams = [
+        engine.submit(Request(prompt(0), limit=50, user="a", group="g", batch=batch, beams=BeamOptions(2)))
+        for _ in range(2)
+    ]
+    one = submit(engine, 1, "b")
+    for sequence in (*beams, one):
+        shares.enter(sequence, 0)
+    shares.pause(beams[1])
+    assert shares.gives_way(beams, one, beams) is beams[1], "all its places, while it pauses"
+    shares.charge(one, PAUSE_TOKENS)
+    assert shares.gives_way(beams, one, beams) is (beams[1] if batch else None)
+    for beam in beams:
+        beam.tokens += [1] * RESUMED_TOKENS
+    assert shares.gives_way(beams, one, beams) is beams[1]

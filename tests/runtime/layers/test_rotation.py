@@ -1,14 +1,18 @@
 """Test interleaved and partial rotary embeddings against complex numbers, and which tables a pass may reuse."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.layers.rope import Rope, frequencies, rotate
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
+from mycli.runtime.models.part_spec import RopeKind, RopeScaling, RopeSpec
 from tests.support.published import published
 
 CPU = torch.device("cpu")
@@ -119,3 +123,85 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
     share = ((pair - 20) / 26).clamp(0, 1)
     expected = plain / 4 * share + plain * (1 - share)
     torch.testing.assert_close(frequencies(spec, 1, 1, CPU).double(), expected, rtol=1e-5, atol=0)
+
+
+PAIRS = 32
+SHORT, LONG_FACTORS = [1.0 + 0.01 * pair for pair in range(PAIRS)], [2.0 + 0.1 * pair for pair in range(PAIRS)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("linear", {"factor": 4.0}),
+        ("dynamic", {"factor": 2.0}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("yarn", {"factor": 4.0}),
+        ("yarn", {"factor": 4.0, "beta_fast": 900.0, "beta_slow": 0.01, "truncate": False}),
+        ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "truncate": False}),
+        ("yarn", {"factor": 4.0, "beta_fast": 40000.0, "beta_slow": 1e-7}),
+        ("longrope", {"factor": 4.0, "short_factor": SHORT, "long_factor": LONG_FACTORS}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("length", [512, 1024, 1025, 3000])
+def test_frequencies_are_those_of_transformers(kind: RopeKind, fields: dict[str, Any], length: int) -> None:
+    context, theta = 1024, 10_000.0
+    dims = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 2 * PAIRS}
+    theirs = LlamaConfig(
+        **dims,
+        max_position_embeddings=context if kind == "dynamic" else 4 * context,
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": theta,
+            "original_max_position_embeddings": context,
+            **fields,
+        },
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[kind](theirs, CPU, seq_len=length)
+    names = {"short_factor": "short_factors", "long_factor": "long_factors"}
+    scaling = RopeScaling(
+        kind,
+        original_context=context,
+        attention_factor=factor,
+        **{names.get(key, key): tuple(value) if isinstance(value, list) else value for key, value in fields.items()},
+    )
+    found = frequencies(RopeSpec(theta, 2 * PAIRS, scaling), length, length, CPU)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=0)
+
+
+def test_a_share_of_the_pairs_rotates_where_the_others_stand_still() -> None:
+    plain = frequencies(RopeSpec(1e6, 64, RopeScaling()), 1, 1, CPU)
+    found = frequencies(RopeSpec(1e6, 64, RopeScaling("proportional", 2.0, partial_factor=0.25)), 1, 1, CPU)
+    assert torch.equal(found[:8], plain[:8] / 2) and not found[8:].any()
+
+
+def test_tables_have_the_factors_of_their_rule() -> None:
+    """Attention factor, clockwise rotation, and the factor of queries (Llama 4)."""
+    scaling = RopeScaling(original_context=8, attention_factor=1.5, query_beta=0.1, query_offset=1)
+    config = replace(published("Llama-3.1-8B"), rope_scaling=scaling)
+    (spec,) = config.distinct_ropes
+    rope = Rope(config, 32, CPU, torch.float32)
+    (tables,) = rope.tables(5, 12).values()
+    positions = torch.arange(5, 17)
+    angles = positions[:, None] * frequencies(spec, 1, 1, CPU)
+    torch.testing.assert_close(tables.cos, 1.5 * angles.cos(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tables.sin, 1.5 * angles.sin(), rtol=1e-5, atol=1e-5)
+    steps = torch.tensor([(position + 1) // 8 for position in range(5, 17)])
+    assert tables.query_scale is not None
+    torch.testing.assert_close(tables.query_scale, 1 + 0.1 * torch.log(1.0 + steps))
+    turned_back = rope._table(replace(spec, clockwise=True), 17)
+    assert torch.equal(turned_back.sin[5:], -tables.sin) and torch.equal(turned_back.cos[5:], tables.cos)
+    (both,) = rope.rows([Chunk([1] * 3, 2, (0,), 0), Chunk([1] * 2, 9, (1,), 0)]).values()
+    assert torch.equal(both.cos, torch.cat((rope.tables(2, 3)[spec].cos, rope.tables(9, 2)[spec].cos)))
+    assert both.query_scale is not None and both.query_scale.shape == (5,)
+
+
+def test_dynamic_tables_of_exactly_the_trained_context_are_those_that_all_share() -> None:
+    config = replace(published("Phi-3.5-mini"), rope_scaling=RopeScaling("dynamic", 4.0, 16))
+    rope = Rope(config, 32, CPU, torch.float32)
+    ((spec, tables),) = rope.tables(13, 3).items()
+    shared = rope.every(16)
+    assert shared is not None and tables.cos.data_ptr() == shared[spec].cos[13:].data_ptr()
+    (longer,) = rope.tables(13, 4).values()
+    angles = torch.arange(13, 17)[:, None] * frequencies(spec, 17, 32, CPU)
+    torch.testing.assert_close(longer.cos, angles.cos())

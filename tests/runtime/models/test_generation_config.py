@@ -82,3 +82,11 @@ def test_stop_ids_outside_the_vocabulary() -> None:
 def test_no_stop_id_at_all() -> None:  # B17
     ids, warnings = stop_ids((), (), (), 100)
     assert ids == () and "token limit" in warnings[0]
+
+
+def test_the_first_token_may_end_a_reply_and_64_ids_may(tmp_path: Path) -> None:
+    assert read(tmp_path, {"eos_token_id": 0}) == (GenerationDefaults(eos=(0,)), ())
+    assert read(tmp_path, {"eos_token_id": list(range(64))}) == (GenerationDefaults(eos=tuple(range(64))), ())
+    assert stop_ids((0,), (99,), (), 100) == ((0, 99), ())
+    ids, warnings = stop_ids((-1,), (0,), (), 100)
+    assert ids == (0,) and len(warnings) == 1 and "-1" in warnings[0]

@@ -284,3 +284,24 @@ def test_numbers_of_tokens_drawn_elsewhere_are_not_drawn_again() -> None:
     ours.follow(expected[:4])
     assert ours.numbers.taken == 4
     assert [int(ours.sample(row[None])) for row in rows[4:]] == expected[4:]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 255, 256, 257, 600])
+def test_a_resumed_reply_goes_on_with_the_numbers_after_those_it_took(taken: int) -> None:
+    whole, resumed = RandomNumbers(5), RandomNumbers(5, taken)
+    assert whole.take(taken + 300)[taken:] == [*resumed.take(3), *resumed.take(297)]
+    assert resumed.taken == whole.taken
+
+
+def test_an_id_beyond_the_vocabulary_counts_as_its_last_token() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, VOCAB - 1] = 1.0
+    for sampling in (
+        SamplingParams(repetition_penalty=2.0, presence_penalty=0.6),
+        SamplingParams(frequency_penalty=2.0),
+    ):
+        sampler = Sampler(sampling, VOCAB, torch.device("cpu"))
+        assert int(sampler.sample(logits)) == VOCAB - 1
+        padded = Sampler(sampling, VOCAB, torch.device("cpu"))
+        padded.resume([VOCAB + 3], False)
+        assert int(padded.sample(logits)) == int(sampler.sample(logits)) == 0

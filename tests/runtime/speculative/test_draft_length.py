@@ -5,7 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from mycli.runtime.speculative.draft_length import LENGTHS, AdaptiveDraftLength, FixedDraftLength, expected_tokens
+from mycli.runtime.speculative.draft_length import (
+    FIRST_COOLDOWN,
+    LENGTHS,
+    PLAIN_STEPS,
+    REFRESH,
+    AdaptiveDraftLength,
+    FixedDraftLength,
+    expected_tokens,
+)
 
 STEP = 0.01
 # Cost of drafting and verifying k tokens in plain steps, and the prior expectation for a drafted token.
@@ -146,3 +154,40 @@ def test_expected_tokens_are_the_geometric_sum() -> None:
         closed = (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
         assert expected_tokens(acceptance, drafted) == pytest.approx(closed)
     assert expected_tokens(1.0, 8) == 9
+
+
+def test_each_token_of_a_plain_call_counts() -> None:
+    policy = AdaptiveDraftLength(0.1)
+    policy.observe_plain(STEP, tokens=PLAIN_STEPS - 1)
+    assert policy.length(8, 1) == 0
+    policy.observe_plain(STEP)
+    assert policy.length(8, 1) == 1
+    while not policy.stopped():
+        if count := policy.length(8, 1):
+            policy.observe_draft(count, 0, 1, 4 * STEP)
+        elif not policy.stopped():
+            policy.observe_plain(STEP)
+    policy.observe_plain(STEP, tokens=FIRST_COOLDOWN - 1)
+    assert policy.stopped()
+    policy.observe_plain(STEP)
+    assert not policy.stopped()
+
+
+def test_a_plain_step_is_measured_after_every_32_passes() -> None:
+    machine = Machine("lookup", 1.0, 0)
+    machine.make(2000)
+    plain = [index for index, count in enumerate(machine.lengths) if not count]
+    assert plain[:PLAIN_STEPS] == [0, 1, 2]
+    assert (
+        plain[PLAIN_STEPS:] == list(range(PLAIN_STEPS + REFRESH, len(machine.lengths), REFRESH + 1)) and len(plain) > 6
+    )
+
+
+def test_costs_are_learned_from_passes_with_little_to_read() -> None:
+    learned, other = AdaptiveDraftLength(0.1), AdaptiveDraftLength(0.1)
+    for policy, lag in ((learned, 2), (other, 3)):
+        for _ in range(PLAIN_STEPS):
+            policy.observe_plain(STEP)
+        policy.observe_draft(1, 1, lag, STEP)
+    assert learned._tried == {1} and other._tried == set()
+    assert all(learned._costs[size] < other._costs[size] for size in LENGTHS), "cheaper than estimated"

@@ -135,3 +135,41 @@ def test_plain_steps_are_those_of_the_fastest_pass_where_nothing_is_computed_in_
     lookup = ProposerSpeculator(PromptLookup(), lambda: FixedDraftLength(2), pipelined=False)
     assert lookup.rests  # from the first step on, so that drafts are compared with several tokens a call
     assert not ProposerSpeculator(PromptLookup(), lambda: FixedDraftLength(2)).rests  # no plain step is known
+
+
+def test_a_turn_that_continues_the_text_before_it_is_one_text_with_it() -> None:
+    proposer = PromptLookup()
+    turn = [*range(20), 50, 51]
+    proposed(proposer, turn)
+    proposer.finish(0, turn)
+    assert proposed(proposer, [*turn, 60, 61, 62, 51, 60], 2, sequence=1) == [61, 62]
+
+
+def test_prompts_that_share_16_tokens_are_one_conversation() -> None:
+    for shared, expected in ((lookup.SAME_CONVERSATION, FILE[6:9]), (lookup.SAME_CONVERSATION - 1, [])):
+        proposer = PromptLookup()
+        start = list(range(shared))
+        proposed(proposer, start)
+        proposer.finish(0, [*start, *FILE])
+        assert proposed(proposer, [*start, 200, 201, 202, *FILE[3:6]], 3, sequence=1) == expected
+
+
+def test_a_short_prompt_is_of_the_conversation_that_begins_with_it() -> None:
+    proposer = PromptLookup()
+    proposed(proposer, [1, 2, 3])
+    proposer.finish(0, [1, 2, 3, *FILE])
+    proposer.finish(7, [1])  # a sequence without a draft
+    assert proposed(proposer, [1, 2, 3], sequence=1) == []
+    assert proposed(proposer, [1, 2, 3, *FILE[3:5]], 2, sequence=1) == FILE[5:7]
+
+
+def test_the_oldest_text_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "KEPT_TOKENS", 60)
+    proposer = PromptLookup()
+    texts = [[number * 30 + token for token in range(30)] for number in range(3)]
+    for number, text in enumerate(texts):
+        proposed(proposer, text, sequence=number)
+        proposer.finish(number, text)
+    # What a prompt leaves out after the start that it shares is found only in a text that is still there.
+    asked = [proposed(proposer, [*text[:16], 999, *text[20:23]], 2, sequence=9 + text[0]) for text in texts]
+    assert asked == [[], texts[1][23:25], texts[2][23:25]]

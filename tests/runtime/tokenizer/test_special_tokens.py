@@ -62,3 +62,18 @@ def test_written_lists_the_templates_own() -> None:
 
 def test_strings() -> None:
     assert list(strings({"a": ["b", 1, None, ("c",)]})) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("lstrip", "rstrip", "between"),
+    [(False, False, " [a] "), (True, False, " [a]"), (False, True, "[a] "), (True, True, "[a]")],
+)
+def test_a_token_takes_the_white_space_beside_it(lstrip: bool, rstrip: bool, between: str) -> None:
+    """The library strips it where a text is encoded in one call; a separate segment must lose the same characters."""
+    mark = AddedToken(1, "<m>", special=True, normalized=False, lstrip=lstrip, rstrip=rstrip)
+    other = AddedToken(2, "[a]", special=True, normalized=False)
+    control = ControlTokens([mark, other], str)
+    marks = Sentinels("(", ")")
+    segments = list(control.segments(" ([a]) <m> ([a]) <m> ([a]) ", marks))
+    plain = [segment.text for segment in segments if segment.plain]
+    assert plain == [" [a] ".rstrip() if lstrip else " [a] ", between, " [a] ".lstrip() if rstrip else " [a] "]

@@ -139,3 +139,8 @@ def test_held_text_is_short() -> None:
 def test_stops_refused(stops: list[str]) -> None:
     with pytest.raises(UsageError, match="stop string"):
         StopMatcher(stops)
+
+
+def test_as_many_and_as_long_stops_as_allowed() -> None:
+    stops = [f"{index:02}" * (MAX_STOP_LENGTH // 2) for index in range(MAX_STOPS)]
+    assert StopMatcher(stops).feed("a" + stops[-1]) == ("a", True)

@@ -134,3 +134,24 @@ def test_a_full_disk_ends_the_record_and_not_the_reply(journal: ReplyJournal) ->
     writer._file = Full()  # type: ignore[assignment]  # simulates a full disk
     RecordedReply(writer).append(output(1))
     assert not writer.path.exists() and json.dumps(journal.names()) == "[]"
+
+
+def test_a_partial_line_is_cut_off_and_the_record_goes_on(journal: ReplyJournal) -> None:
+    journal.folder.mkdir()
+    lines = '{"version": 2}\n[0, [1], 1, null, [], false]\n[1, [7], 1, null, [], false]\n'
+    (journal.folder / "a.jsonl").write_text(lines + "[0, [2], 2, nu")
+    (reply,) = journal.resume("a", 1)
+    assert reply.start(0).tokens == (1,) and reply.writer.lines == 3
+    reply.append(output(5, numbers=2))
+    reply.writer.close()
+    assert reply.writer.lines == 4
+    first, second = journal.resume("a", 2)
+    assert first.start(0) == ReplyStart(0, (1, 5), 2) and second.start(0).tokens == (7,)
+
+
+def test_the_record_written_last_is_named_first(journal: ReplyJournal) -> None:
+    for index, name in enumerate(("b", "c", "a")):
+        writer = journal.begin(name, {})
+        assert writer is not None
+        os.utime(writer.path, (10**9 + index, 10**9 + index))
+    assert journal.names() == ["a", "c", "b"]

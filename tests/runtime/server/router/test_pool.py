@@ -266,3 +266,44 @@ def test_models_are_added_and_removed() -> None:
             bench.pool.find("a")
 
     run(test)
+
+
+@pytest.mark.parametrize("failure", ["", "its files are damaged"], ids=["loaded", "failed"])
+def test_a_client_that_leaves_in_the_moment_of_its_admission_is_not_counted(failure: str) -> None:
+    async def test() -> None:
+        bench = Bench(model("a"), load=0.01)
+        if failure:
+            bench.failures["a"] = failure
+        gone = asyncio.create_task(bench.ask("a"))
+        await asyncio.sleep(0.001)
+        bench.slots["a"].waiters[0].add_done_callback(lambda _: gone.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert bench.slots["a"].active == 0 and bench.pool.waiting == 0
+
+    run(test)
+
+
+def test_a_model_that_requests_wait_for_is_not_removed() -> None:
+    async def test() -> None:
+        bench, release = Bench(model("a"), model("b"), room=1), asyncio.Event()
+        busy = asyncio.create_task(bench.ask("a", release.wait))
+        await settle()
+        other = asyncio.create_task(bench.ask("b"))
+        await settle()
+        with pytest.raises(ApiError, match="b is in use"):
+            await bench.pool.remove(bench.slots["b"])
+        release.set()
+        await asyncio.gather(busy, other)
+        assert bench.events == ["+a", "-a", "+b"]
+
+    run(test)
+
+
+def test_a_place_without_a_limit_has_no_room() -> None:
+    async def test() -> None:
+        bench = Bench(model("gpu", place="cuda:0"))
+        with pytest.raises(ApiError, match="it needs 1 byte; models may use 0 bytes"):
+            await bench.ask("gpu")
+
+    run(test)

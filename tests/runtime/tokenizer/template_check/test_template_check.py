@@ -266,3 +266,20 @@ KNOWN = {
 def test_real_templates(name: str, child: ChatTemplate) -> None:
     probe = probe_of(child, (REAL / f"{name}.jinja").read_text("utf-8"))
     assert {finding.code for finding in found(probe)} == KNOWN[name]
+
+
+@pytest.mark.parametrize(
+    ("source", "findings"),
+    [
+        ("{{ strftime_now() }}{{ strftime_now(format) }}", [("date", "", 1)]),
+        ("\n{{ strftime_now('%-H h') }}", [("time-of-day", "%-H h", 2)]),
+        ("{{ strftime_now('%d 100%%H') }}", [("date", "%d 100%%H", 1)]),
+        ("{{ now('%H') }}{{ a.strftime_now('%H') }}", []),
+        ("{{ a.b }}{{ a['b'] }}{{ a[b] }}{{ a['_b'] }}{{ a[0] }}", []),
+        ("{{ a._b }}\n{{ a['__c'] }}", [("private-attribute", "_b", 1), ("private-attribute", "__c", 2)]),
+        ("{{ a | random }}\n{{ b | random }}{{ c | first }}", [("random", "random", 1)]),
+    ],
+)
+def test_each_use_is_found_once_with_its_line(source: str, findings: list[tuple[str, str, int]]) -> None:
+    found = handler(None)(source)["findings"]
+    assert [(code, data["value"], data["line"]) for code, data in found] == findings

@@ -1,0 +1,43 @@
+"""Test log-probabilities of drawn tokens against a softmax written out, and their limits."""
+
+import math
+
+import pytest
+import torch
+
+from mycli.runtime.errors import UsageError
+from mycli.runtime.sampling.logprobs import MAX_TOP, LogprobRecorder, token_logprobs
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0], [0.5, 0.0, 0.25, 4.0]])
+
+
+def logs(row: list[float]) -> list[float]:
+    total = math.log(sum(math.exp(value) for value in row))
+    return [value - total for value in row]
+
+
+def test_each_token_has_its_logprob_and_the_likeliest_of_its_row() -> None:
+    for entry, token, row in zip(token_logprobs(LOGITS, [0, 2], 2), (0, 2), LOGITS.tolist(), strict=True):
+        expected = logs(row)
+        assert entry.token == token and entry.logprob == pytest.approx(expected[token])
+        likeliest = sorted(range(4), key=lambda index: -row[index])[:2]
+        assert [index for index, _ in entry.top] == likeliest
+        assert [value for _, value in entry.top] == pytest.approx([expected[index] for index in likeliest])
+
+
+def test_sequences_are_recorded_apart_and_a_small_vocabulary_limits_the_list() -> None:
+    recorder = LogprobRecorder(MAX_TOP, 2)
+    recorder.record(LOGITS, torch.tensor([[0], [2]]))
+    recorder.record(LOGITS, torch.tensor([[1], [3]]))
+    assert [[entry.token for entry in row] for row in recorder.rows] == [[0, 1], [2, 3]]
+    assert all(len(entry.top) == 4 for row in recorder.rows for entry in row)
+
+
+def test_the_number_of_likeliest_tokens_is_bounded_as_in_openais_api() -> None:
+    none = LogprobRecorder(0)
+    none.record(LOGITS[:1], torch.tensor([[1]]))
+    assert none.rows[0][0].top == ()
+    assert LogprobRecorder(20).rows == [[]]
+    for top in (-1, 21):
+        with pytest.raises(UsageError, match=f"top_logprobs {top} is out of range"):
+            LogprobRecorder(top)

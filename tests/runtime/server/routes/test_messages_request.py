@@ -1,0 +1,152 @@
+"""Test what a request in Anthropic's form asks the engine for."""
+
+from typing import Any
+
+import pytest
+
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.routes.chat_spec import ChatSpec
+from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec
+
+ASK = {"role": "user", "content": "Hi"}
+BEGUN = {"role": "assistant", "content": "Well,"}
+CALL = {"type": "tool_use", "id": "a", "name": "look", "input": {"at": 1}}
+TOOL = {"name": "look", "input_schema": {"type": "object"}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "integer"}}
+
+
+def spec(*messages: Any, **fields: Any) -> ChatSpec:
+    return chat_spec(MessagesRequest.model_validate({"messages": list(messages) or [ASK], "max_tokens": 9, **fields}))
+
+
+def counted(*messages: Any, **fields: Any) -> ChatSpec:
+    return counted_spec(CountRequest.model_validate({"messages": list(messages) or [ASK], **fields}))
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "named"),
+    [
+        (None, "auto", None),
+        ({"type": "auto"}, "auto", None),
+        ({"type": "any"}, "required", None),
+        ({"type": "none"}, "none", None),
+        ({"type": "tool", "name": "look"}, "required", "look"),
+        ({"type": "auto", "name": "look"}, "auto", None),
+    ],
+)
+def test_the_choice_of_a_tool(choice: Any, kind: str, named: str | None) -> None:
+    asked = spec(tools=[TOOL], tool_choice=choice)
+    assert (asked.choice, asked.named, asked.parallel, len(asked.tools)) == (kind, named, True, 1)
+    assert counted(tools=[TOOL], tool_choice=choice).choice == ("none" if kind == "none" else "auto")
+
+
+def test_calls_one_at_a_time_and_strict_tools() -> None:
+    asked = spec(
+        tools=[TOOL, {**TOOL, "name": "exact", "strict": True}, {"type": "bash_1", "name": "bash"}],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+    )
+    assert not asked.parallel and list(asked.strict) == ["exact"] and list(asked.omitted_tools) == ["bash_1"]
+    assert [tool["function"]["name"] for tool in asked.tools] == ["look", "exact"]
+    with pytest.raises(ApiError, match="tool_choice.name: is required"):
+        spec(tool_choice={"type": "tool"})
+
+
+@pytest.mark.parametrize(
+    ("messages", "continued"),
+    [
+        ((ASK,), False),
+        ((ASK, BEGUN), True),
+        ((BEGUN,), False),
+        ((ASK, BEGUN, ASK), False),
+        ((ASK, {"role": "assistant", "content": [CALL]}), False),
+    ],
+    ids=["user", "assistant", "assistant-alone", "user-last", "call"],
+)
+def test_a_last_message_of_the_assistant_is_continued(messages: Any, continued: bool) -> None:
+    assert spec(*messages).continued == counted(*messages).continued == continued
+
+
+def test_blocks_become_messages() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "It is "},
+        {"type": "thinking", "thinking": "near."},
+        {"type": "web_search_tool_result"},
+        {"type": "text", "text": "I look."},
+        CALL,
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "A dog."},
+        {"type": "tool_result", "tool_use_id": "b"},
+        {"type": "text", "text": "And?"},
+    ]
+    empty = {"role": "assistant", "content": []}
+    asked = spec(ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}, empty, ASK)
+    assert [message.role for message in asked.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "user",
+        "assistant",
+        "user",
+    ]
+    _, said, first, second, more, nothing, _ = asked.messages
+    assert (said.content, said.reasoning) == ("I look.", "It is near.")
+    assert said.tool_calls[0]["function"] == {"name": "look", "arguments": {"at": 1}}
+    assert (first.name, first.content, first.tool_call_id) == (
+        "look",
+        "A dog.",
+        "a",
+    ) and second.name == second.content == ""
+    assert more.content == "And?" and nothing.content == "" and list(asked.omitted) == ["block web_search_tool_result"]
+    only = {"role": "user", "content": [results[0]]}
+    assert [message.role for message in spec(ASK, only).messages] == ["user", "tool"], "no empty message after a result"
+    assert spec(system="Be brief.").messages[0].content == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "text", "data": "A."}, "title": "T", "context": "C"}, "T\nC\nA."),
+        ({"type": "document", "source": {"type": "content", "content": "A."}}, "A."),
+        (
+            {"type": "search_result", "source": "url", "title": "T", "content": [{"type": "text", "text": "A."}]},
+            "T\nurl\nA.",
+        ),
+    ],
+    ids=["text", "content", "search"],
+)
+def test_documents_are_text(block: Any, text: str) -> None:
+    assert spec({"role": "user", "content": [block]}).messages[0].content == text
+
+
+@pytest.mark.parametrize("source", [{"type": "base64", "data": "QQ=="}, {"type": "url"}, None])
+def test_documents_that_are_no_text_are_refused(source: Any) -> None:
+    with pytest.raises(ApiError, match=r"messages.0.content.0.source.type: .* is not supported"):
+        spec({"role": "user", "content": [{"type": "document", "source": source}]})
+
+
+def test_options_of_the_reply() -> None:
+    asked = spec(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        deadline=3,
+        stop_sequences=["END"],
+        thinking={"type": "enabled", "budget_tokens": 5},
+    )
+    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
+    assert list(asked.sampling.stops) == ["END"] and (asked.limit, asked.clipped, asked.thinking_budget) == (9, True, 5)
+    assert asked.arguments == {"enable_thinking": True}
+    assert spec(thinking={"type": "disabled"}).arguments == {"enable_thinking": False} and spec().arguments == {}
+    low = spec(output_config={"effort": "low"}, chat_template_kwargs={"enable_thinking": False})
+    assert low.arguments == {"reasoning_effort": "low", "enable_thinking": False} and low.thinking_budget is None
+
+
+def test_a_format_in_either_form_and_not_in_both() -> None:
+    assert spec().format is None and spec(output_config={"effort": "low"}).format is None
+    for fields in ({"output_config": {"format": SCHEMA}}, {"output_format": SCHEMA}):
+        found = spec(**fields).format
+        assert found is not None and found.type == "json_schema"
+    with pytest.raises(ApiError, match="cannot be combined"):
+        spec(output_config={"format": SCHEMA}, output_format=SCHEMA)
