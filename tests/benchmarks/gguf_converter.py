@@ -188,7 +188,7 @@ def converter(root: Path, *, fuse_qkv: bool = False) -> Callable[[Path, Path, st
             name = settings["architectures"][0]
             cls = conversion.get_model_class(PUBLISHED_CLASSES.get(name, name))
             cls.no_mtp = True  # transformers saves no MTP head
-            model = cls(folder, gguf.LlamaFileType[TYPES[kind]], path, **({"fuse_qkv": True} if fuse_qkv else {}))
+            model = cls(folder, gguf.LlamaFileType[TYPES[kind]], path, fuse_qkv=fuse_qkv)
             target = getattr(model, "impl", model)
             target.set_vocab = lambda: _vocabulary(target)
             model.write()

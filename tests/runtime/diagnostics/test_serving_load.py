@@ -128,7 +128,7 @@ COUNTS = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {
     ids=["all", "zeros", "impossible", "fewer", "none"],
 )
 def test_counts_of_a_server_are_not_trusted(usage: dict[str, Any], counts: tuple[int, int, int]) -> None:
-    """Of the events one has text, one has none yet, and one with neither text nor token ends the reply."""
+    """The reply has three events: one with text, one with empty text, and the end."""
 
     def stream(asked: Any, say: Callable[[str], None]) -> None:
         for choice in ({"text": "a"}, {"text": ""}, {"text": "", "finish_reason": "stop"}):

@@ -201,7 +201,10 @@ def test_beams_need_as_many_sequences_replies_and_tokens() -> None:
 
 
 def test_the_room_of_beams_is_what_is_left_of_the_cache_after_the_prompt() -> None:
-    """Of 9 blocks of 4 the prompt fills 2 whole ones, and each of 2 beams has 3, with 2 tokens of the prompt in one."""
+    """The cache has 9 blocks of 4 tokens. The prompt of 10 fills 2 blocks, which both beams share.
+
+    Each beam has 3 blocks of its own, and the last 2 tokens of the prompt are in the first of them.
+    """
     prompt = tuple(range(10))
     assert beam_room(Request(prompt, limit=10), BeamOptions(2), 9, 4) == 10
     assert beam_room(Request(prompt), BeamOptions(2), 9, 4) == 10

@@ -154,13 +154,18 @@ def test_a_busy_model_works_at_least_as_long_as_it_loaded() -> None:
     run(test)
 
 
+async def _b_waits_for_a(bench: Bench, release: asyncio.Event) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
+    busy = asyncio.create_task(bench.ask("a", release.wait))
+    await settle()
+    other = asyncio.create_task(bench.ask("b"))
+    await settle()
+    return busy, other
+
+
 def test_a_model_whose_requester_has_left_goes_on() -> None:
     async def test() -> None:
         bench, release = Bench(model("a"), model("b"), room=1), asyncio.Event()
-        busy = asyncio.create_task(bench.ask("a", release.wait))
-        await settle()
-        other = asyncio.create_task(bench.ask("b"))
-        await settle()
+        busy, other = await _b_waits_for_a(bench, release)
         late = asyncio.create_task(bench.ask("a"))
         await settle()
         assert bench.slots["a"].leaving and not late.done()
@@ -287,10 +292,7 @@ def test_a_client_that_leaves_in_the_moment_of_its_admission_is_not_counted(fail
 def test_a_model_that_requests_wait_for_is_not_removed() -> None:
     async def test() -> None:
         bench, release = Bench(model("a"), model("b"), room=1), asyncio.Event()
-        busy = asyncio.create_task(bench.ask("a", release.wait))
-        await settle()
-        other = asyncio.create_task(bench.ask("b"))
-        await settle()
+        busy, other = await _b_waits_for_a(bench, release)
         with pytest.raises(ApiError, match="b is in use"):
             await bench.pool.remove(bench.slots["b"])
         release.set()
