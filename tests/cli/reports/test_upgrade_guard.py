@@ -46,7 +46,7 @@ def test_same_slower_and_other_replies(mycli: Mycli, environment: dict[str, str]
     record = json.loads(path.read_text())
     slow = {name: [rate / 1000 for rate in rates] for name, rates in record["rates"].items()}
     fast = {name: [rate * 1000 for rate in rates] for name, rates in record["rates"].items()}
-    change(path, rates=slow)
+    change(path, rates=slow, reference=[])  # the machine's own speed changes with the tests next to this one
     done = mycli("doctor", "pico", "--compare", *CPU)
     assert done.returncode == 0 and "the same tokens and bits" in done.stdout and "faster (+" in done.stdout
     change(path, rates=fast)
