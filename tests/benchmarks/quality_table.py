@@ -1,12 +1,13 @@
 """Produces the figures of docs/quality.md: KL and perplexity of rounding, plain GPTQ and mycli's methods.
 
     PYTHONPATH=.links python -m tests.benchmarks.quality_table [--bits 4 3] [--group 128] [--samples 128]
-        [--tokens 16384] [--methods NAME ...] [--model pico|pico-draft|outliers|heavy-tails|mixture|FOLDER]
+        [--tokens 16384] [--methods NAME ...] [--model pico|pico-draft|outliers|heavy-tails|sinks|mixture|FOLDER]
         [--calibration-text FILE] [--held-out FILE]
 
 `outliers` and `heavy-tails` are pico with the same function and weights that are harder to quantize
-(tests/support/planted_outliers.py). `mixture` is pico with 8 copies of each MLP, two of which are chosen for a token by
-a router with skewed shares (tests/support/skewed_mixture.py).
+(tests/support/planted_outliers.py), `sinks` has massive activations at one token (tests/support/sink_tokens.py).
+`mixture` is pico with 8 copies of each MLP, two of which are chosen for a token by a router with skewed shares
+(tests/support/skewed_mixture.py).
 
 All rows use the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
 the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order, group
@@ -43,11 +44,11 @@ from mycli.quant.tuning.end_to_end import tune_model
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.support import planted_outliers, skewed_mixture
+from tests.support import planted_outliers, sink_tokens, skewed_mixture
 from tests.support.models import CPU
 from tests.support.paths import DRAFT, PICO
 
-MODELS = ("pico", "pico-draft", "outliers", "heavy-tails", "mixture")
+MODELS = ("pico", "pico-draft", "outliers", "heavy-tails", "sinks", "mixture")
 
 
 class PlainGptq:
@@ -119,8 +120,8 @@ def main() -> None:
 def write_model(folder: Path, name: str) -> Path:
     if name in ("pico", "pico-draft"):
         return PICO if name == "pico" else DRAFT
-    if name == "mixture":
-        return skewed_mixture.write(folder)
+    if name in ("mixture", "sinks"):
+        return (skewed_mixture if name == "mixture" else sink_tokens).write(folder)
     if name not in MODELS:
         return Path(name)
     return planted_outliers.write(folder, "outliers" if name == "outliers" else "heavy-tails")
