@@ -79,7 +79,6 @@ REASONS: Mapping[str, str] = {
     # norms, activations, rotation
     "norm-gain-layout": "supports only a contiguous gain in the dtype of the input or fp32",
     "gate-layout": "supports only gates in the dtype of the input, without a gradient",
-    "rotates-bf16-only": "rotates bf16 only",
     "rotary-table-shapes": "supports only tables of cosines and sines of one shape, no wider than a head",
     "rotary-layout": "supports only adjacent heads, and contiguous tables in the dtype of the input",
     # attention

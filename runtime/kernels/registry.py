@@ -103,23 +103,19 @@ DENSE_PRODUCT = Operation(
     (_fp32_inference(dense_product), _late("kernels.cpu.rounded", "rounded_product"), functional.linear),
 )
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
-RMS_NORM = Operation("RMSNorm", (_fp32_inference(native_rms_norm), reference.rms_norm))
+RMS_NORM = Operation("RMSNorm", (native_rms_norm, reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
 ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
 LAYER_NORM: Operation[[Tensor, Tensor, float, Tensor | None], Tensor]
-LAYER_NORM = Operation("LayerNorm", (_fp32_inference(native_layer_norm), reference.layer_norm))
+LAYER_NORM = Operation("LayerNorm", (native_layer_norm, reference.layer_norm))
 # By `runtime.models.part_spec.ActivationName` and whether the MLP has a gate; the operand is the output of its first
 # product.
 ACTIVATION: Mapping[tuple[str, bool], Operation[[Tensor], Tensor]] = {
-    ("silu", True): Operation("SiLU", (_fp32_inference(native_silu_multiply), reference.silu_multiply)),
-    ("gelu_tanh", True): Operation("GELU", (_fp32_inference(native_gelu_multiply), reference.gelu_multiply)),
-    ("swiglu_clamped", True): Operation(
-        "clamped SwiGLU", (_fp32_inference(native_clamped_swiglu), reference.clamped_swiglu)
-    ),
-    ("relu2", True): Operation(
-        "gated squared ReLU", (_fp32_inference(native_relu_square_multiply), reference.relu_square_multiply)
-    ),
-    ("gelu_tanh", False): Operation("GELU without a gate", (_fp32_inference(native_gelu), reference.gelu)),
+    ("silu", True): Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
+    ("gelu_tanh", True): Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
+    ("swiglu_clamped", True): Operation("clamped SwiGLU", (native_clamped_swiglu, reference.clamped_swiglu)),
+    ("relu2", True): Operation("gated squared ReLU", (native_relu_square_multiply, reference.relu_square_multiply)),
+    ("gelu_tanh", False): Operation("GELU without a gate", (native_gelu, reference.gelu)),
     ("relu2", False): Operation("squared ReLU", (reference.relu_square,)),
 }
 XIELU: Operation[[Tensor, Sequence[Tensor]], Tensor] = Operation("xIELU", (reference.xielu,))
@@ -176,7 +172,7 @@ WEIGHTED_SUM = Operation(
     (native_weighted_sum, _late("kernels.triton.experts", "triton_weighted_sum"), reference.weighted_sum),
 )
 ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
-ROW_WEIGHTS = Operation("weights of rows", (_fp32_inference(native_weigh_rows), reference.weigh_rows))
+ROW_WEIGHTS = Operation("weights of rows", (native_weigh_rows, reference.weigh_rows))
 
 
 def kernels() -> Iterator[Kernel]:

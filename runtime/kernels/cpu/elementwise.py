@@ -23,7 +23,6 @@ _ROWS = Declined("rows-not-whole-vectors", {"multiple": LANES})
 _GRADIENT = Declined("no-gradient")
 _GAIN = Declined("norm-gain-layout")
 _GATE = Declined("gate-layout")
-_ROTATE_BF16 = Declined("rotates-bf16-only")
 _TABLE_SHAPES = Declined("rotary-table-shapes")
 _TABLE_LAYOUT = Declined("rotary-layout")
 
@@ -158,11 +157,9 @@ def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | Declined:
 
 
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | Declined:
-    """`reference.rotate_heads`: x bf16 [sequences, tokens, heads, head_dim], tables [tokens, dim / 2]."""
+    """`reference.rotate_heads`: x bf16 or fp32 [sequences, tokens, heads, head_dim], tables [tokens, dim / 2]."""
     sequences, tokens, heads, head_dim = x.shape
     half = cos.shape[-1]
-    if x.dtype != torch.bfloat16:  # torch's fp32 products and sums give a row the same bits wherever it lies
-        return _ROTATE_BF16
     library = _library(x, half)
     if isinstance(library, Declined):
         return library
@@ -173,5 +170,6 @@ def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
     y = x.new_empty(x.shape)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
     sizes = sequences, tokens, heads, head_dim, half, x.stride(0), x.stride(1)
-    library.rotate(ctypes.byref(CRotateTask(*pointers, *sizes, interleaved)), threads_for(sequences * tokens))
+    task = CRotateTask(*pointers, *sizes, interleaved)
+    library.rotate(ROW_TYPES[x.dtype], ctypes.byref(task), threads_for(sequences * tokens))
     return y

@@ -42,7 +42,7 @@ struct LatentRun {
         const Rotation& tables = pass.rotations[cache.rotation];
         const int64_t half = part.rope / 2, width = count * part.rope;
         rowwise.each([&](int64_t row) {
-            const RotateTask r{x + row * width, tables.cos + at[row] * half, tables.sin + at[row] * half, to + row * width, 1, 1, count,
+            const RotateTask<uint16_t> r{x + row * width, tables.cos + at[row] * half, tables.sin + at[row] * half, to + row * width, 1, 1, count,
                              part.rope, half, 0, width, int32_t(part.interleaved)};
             rotate_token(r, 0, 0);
         });

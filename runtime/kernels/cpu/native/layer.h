@@ -245,7 +245,7 @@ struct AttentionRun {
         const Rotation& tables = pass.rotations[cache.rotation];
         rowwise.each([&](int64_t row) {
             const uint16_t *cos = tables.cos + at[row] * part.half, *sin = tables.sin + at[row] * part.half;
-            const RotateTask r{x + row * stride, cos, sin, to + row * count * part.head_dim, 1, 1, count, part.head_dim, part.half, 0,
+            const RotateTask<uint16_t> r{x + row * stride, cos, sin, to + row * count * part.head_dim, 1, 1, count, part.head_dim, part.half, 0,
                              stride, part.interleaved};
             rotate_token(r, 0, 0);
         });

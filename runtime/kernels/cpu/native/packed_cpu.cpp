@@ -245,9 +245,13 @@ EXPORT void weigh(int32_t type, const void* x, const void* gates, int64_t rows, 
         type == F32 ? weigh_row(static_cast<const float*>(x), static_cast<const float*>(gates), row, size, each, static_cast<float*>(y))
                     : weigh_row(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(gates), row, size, each, static_cast<uint16_t*>(y));
 }
-EXPORT void rotate(const RotateTask* r, int threads) {
+template <class T> void rotate_tokens(const RotateTask<T>& r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
+    for (int64_t i = 0; i < r.sequences * r.tokens; i++) rotate_token(r, i / r.tokens, i % r.tokens);
+}
+EXPORT void rotate(int32_t type, const void* task, int threads) {
+    if (type == F32) rotate_tokens(*static_cast<const RotateTask<float>*>(task), threads);
+    else rotate_tokens(*static_cast<const RotateTask<uint16_t>*>(task), threads);
 }
 
 // The residual stream x [rows, hidden] through `count` parts to out, and its rows to logits; see chain.h. Return 0; 1: no memory;

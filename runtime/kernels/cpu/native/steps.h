@@ -170,10 +170,10 @@ template <class T> inline void weigh_row(const T* x, const T* gates, int64_t row
     else weigh_row(x + row * size, gates[row], size, y + row * size);
 }
 
-struct RotateTask {  // mirrored by build.py
-    const uint16_t* x;  // [sequences, tokens, heads, head_dim], strides in elements
-    const uint16_t *cos, *sin;  // [tokens, half]; half is a multiple of 16
-    uint16_t* out;  // as x, contiguous
+template <class T> struct RotateTask {  // mirrored by build.py
+    const T* x;  // [sequences, tokens, heads, head_dim], strides in elements
+    const T *cos, *sin;  // [tokens, half]; half is a multiple of 16
+    T* out;  // as x, contiguous
     int64_t sequences, tokens, heads, head_dim, half, sequence_stride, token_stride;
     int32_t interleaved;  // pairs are (2i, 2i + 1) in x, not (i, i + half); in out they are (i, i + half)
 };
@@ -185,20 +185,31 @@ inline void load_pairs(const uint16_t* at, V16& first, V16& second) {
     first = (V16)(pairs << 16);
     second = (V16)(pairs & 0xffff0000);
 }
+inline void load_pairs(const float* at, V16& first, V16& second) {
+    for (int i = 0; i < LANE; i++) first[i] = at[2 * i], second[i] = at[2 * i + 1];
+}
+
+// A product rounded to the type of x as torch rounds it, before anything is added.
+inline V16 product_of(V16 a, V16 b, const uint16_t*) { return rounded(a * b); }
+inline V16 product_of(V16 a, V16 b, const float*) {
+    V16 product = a * b;
+    asm("" : "+m"(product));  // no fused addition
+    return product;
+}
 
 // Rotates the first 2 * half values of each head and copies the rest.
-inline void rotate_token(const RotateTask& r, int64_t sequence, int64_t token) {
-    const uint16_t* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
-    uint16_t* out = r.out + (sequence * r.tokens + token) * r.heads * r.head_dim;
+template <class T> inline void rotate_token(const RotateTask<T>& r, int64_t sequence, int64_t token) {
+    const T* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
+    T* out = r.out + (sequence * r.tokens + token) * r.heads * r.head_dim;
     for (int64_t head = 0; head < r.heads; head++, x += r.head_dim, out += r.head_dim) {
         for (int64_t i = 0; i < r.half; i += LANE) {
             V16 first = load16(x + i), second = load16(x + r.half + i);
             if (r.interleaved) load_pairs(x + 2 * i, first, second);
             const V16 c = load16(r.cos + token * r.half + i), s = load16(r.sin + token * r.half + i);
-            store16(out + i, rounded(first * c) - rounded(second * s));
-            store16(out + r.half + i, rounded(second * c) + rounded(first * s));
+            store16(out + i, product_of(first, c, x) - product_of(second, s, x));
+            store16(out + r.half + i, product_of(second, c, x) + product_of(first, s, x));
         }
-        memcpy(out + 2 * r.half, x + 2 * r.half, size_t(r.head_dim - 2 * r.half) * 2);
+        memcpy(out + 2 * r.half, x + 2 * r.half, size_t(r.head_dim - 2 * r.half) * sizeof(T));
     }
 }
 
