@@ -39,13 +39,6 @@ _SECURITY = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-_PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST",
-    "access-control-allow-headers": (
-        "authorization, content-type, x-api-key, x-request-id, anthropic-version, x-mycli-cache"
-    ),
-    "access-control-max-age": "600",
-}
 
 
 def host_of(value: str) -> str:
@@ -53,6 +46,15 @@ def host_of(value: str) -> str:
     host = value.rpartition("://")[2]
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@]+))(?::[0-9]{1,5})?", host)
     return (match[1] or match[2] or "").lower().rstrip(".") if match else ""
+
+
+def _preflight(headers: Headers) -> Mapping[str, str]:
+    # Every requested header is allowed: SDKs add their own (x-stainless-os and others), and the origin is trusted.
+    return {
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-headers": headers.get("access-control-request-headers", ""),
+        "access-control-max-age": "600",
+    }
 
 
 def _listed(parts: Sequence[str]) -> str:
@@ -106,7 +108,7 @@ class Guard:
         try:
             self._check_source(scope, headers)
             if scope["method"] == "OPTIONS" and "origin" in headers:  # a CORS preflight, which carries no key
-                await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, reply)
+                await Response(status_code=204, headers=_preflight(headers))(scope, receive, reply)
                 return
             key = self._check(scope, headers)
             state["share"] = self._share(key, headers)
@@ -180,7 +182,7 @@ class Guard:
             close = {"connection": "close"}
             message = "content-length and transfer-encoding exclude each other"
             raise ApiError(400, message, "invalid_request", headers=close)
-        self._check_host(headers)
+        self._check_host(scope, headers)
         self._check_origin(scope, headers)
 
     def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
@@ -196,13 +198,16 @@ class Guard:
             return KeyShare.decode(headers.get(SHARE_HEADER, ""))
         return KeyShare() if key is None else key.share
 
-    def _check_host(self, headers: Headers) -> None:
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
         # DNS rebinding: a page whose host name was pointed at this machine still sends that name.
         hosts = headers.getlist("host")
+        if not hosts and scope["http_version"] == "1.0":  # as HAProxy's health checks; browsers always name a host
+            return
         host = host_of(hosts[0]) if len(hosts) == 1 and "://" not in hosts[0] else ""
         known = host == "localhost" or host.endswith(".localhost") or host in self._server.settings.hosts
         if not known and not _is_address(host):
-            raise ApiError(403, f"host {host[:100]!r} is not allowed", "host_not_allowed")
+            message = f"host {host[:100]!r} is not allowed; --allow-host of mycli serve allows it"
+            raise ApiError(403, message, "host_not_allowed")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
@@ -210,7 +215,8 @@ class Guard:
             return
         host = headers.get("host", "")
         if origin not in (f"{scope['scheme']}://{host}", f"https://{host}"):  # a reverse proxy may have ended TLS
-            raise ApiError(403, f"origin {origin[:100]!r} is not allowed", "origin_not_allowed")
+            message = f"origin {origin[:100]!r} is not allowed; --cors of mycli serve allows it"
+            raise ApiError(403, message, "origin_not_allowed")
 
     def _check_key(self, headers: Headers) -> ApiKey | None:
         single, keys = self._server.settings.key, self._server.keys
