@@ -283,10 +283,10 @@ class AllowedToolsChoice(Strict):
 
 
 class CalledFunction(Strict):
-    """A called function; its arguments are JSON in a string."""
+    """A called function; its arguments are JSON in a string, or an object as some clients send them."""
 
     name: Name
-    arguments: LongText
+    arguments: LongText | dict[str, Any] | None = None
 
 
 class CalledTool(Strict):

@@ -43,28 +43,22 @@ class _Conversation:
         elif kind in _RESULTS:
             self._add_result(item.call_id, text_of(item.output, f"{place}.output"))
         elif kind == "mcp_call":
-            self._add_call(item.id, item.name, self._arguments(item, place))
+            self._add_call(item.id, item.name, item.arguments)
             self._add_result(item.id, text_of(item.output, f"{place}.output"))
         elif kind in _OMITTED:
             self.omitted.append(f"item {kind}")
         else:
             self._add_call(item.call_id, *self._call(kind, item, place))
 
-    def _call(self, kind: str, item: InputItem, place: str) -> tuple[str, Mapping[str, Any]]:
+    def _call(self, kind: str, item: InputItem, place: str) -> tuple[str, str | Mapping[str, Any]]:
         if kind == "function_call":
-            return flat_name(item.name, item.namespace), self._arguments(item, place)
+            return flat_name(item.name, item.namespace), item.arguments
         if kind == "custom_tool_call":
             return flat_name(item.name, item.namespace), {"input": item.input}
         if kind in ("local_shell_call", "shell_call"):
             return kind.removesuffix("_call"), item.action or {}
         message = f"{place}.type: {kind!r} is not supported"
         raise ApiError(400, message, "unsupported_content", param=f"{place}.type")
-
-    def _arguments(self, item: InputItem, place: str) -> Mapping[str, Any]:
-        arguments: Mapping[str, Any] = call_fields("", item.arguments, "", f"{place}.arguments")["function"][
-            "arguments"
-        ]
-        return arguments
 
     def _find(self, item: InputItem, place: str) -> InputItem:
         stored = None if item.id is None else self._items.find(item.id)
@@ -82,9 +76,9 @@ class _Conversation:
         reasoning = self._take_reasoning() if item.role == "assistant" else ""
         self.messages.append(Message(item.role, text_of(item.content, f"{place}.content"), reasoning=reasoning))
 
-    def _add_call(self, call_id: str | None, name: str, arguments: Mapping[str, Any]) -> None:
+    def _add_call(self, call_id: str | None, name: str, arguments: str | Mapping[str, Any]) -> None:
         self._names[call_id or ""] = name
-        call = {"type": "function", "id": call_id or "", "function": {"name": name, "arguments": arguments}}
+        call = call_fields(name, arguments, call_id or "")
         if self.messages and self.messages[-1].role == "assistant":  # templates expect parallel calls in one message
             last = self.messages.pop()
             reasoning = last.reasoning + self._take_reasoning()

@@ -45,7 +45,7 @@ class InputItem(Strict):
     call_id: ItemId | None = None
     name: ItemId = ""
     namespace: ItemId | None = None
-    arguments: LongText = ""
+    arguments: LongText | dict[str, Any] = ""  # an object in a tool_search_call
     input: LongText = ""
     action: dict[str, Any] | None = None
     output: Content = None

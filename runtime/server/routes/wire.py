@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mycli.runtime.engine.replies.reader import Piece
@@ -40,15 +40,23 @@ def text_of(content: Content, place: str) -> str:
     return "\n".join(texts)
 
 
-def call_fields(name: str, arguments: str, call_id: str, place: str) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it, with its arguments parsed. Raises ApiError."""
+def call_fields(name: str, arguments: str | Mapping[str, Any] | None, call_id: str) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it, with its arguments parsed."""
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": _parsed_arguments(arguments)}}
+
+
+def _parsed_arguments(arguments: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments or {}
     try:
-        values = strict_json(arguments.encode()) if arguments.strip() else {}
-    except ValueError as error:
-        raise ApiError(400, f"{place}: not valid JSON: {error}", "invalid_value", param=place) from None
-    if not isinstance(values, dict):
-        raise ApiError(400, f"{place}: must be a JSON object", "invalid_value", param=place)
-    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": values}}
+        values = strict_json(arguments.encode()) if arguments.strip() else None
+    except ValueError:
+        values = arguments
+    if values is None or isinstance(values, dict):
+        return values or {}
+    # A model wrote them, or its limit cut them, and clients send them again with each later turn: a refusal would end
+    # the conversation. They are wrapped as in Anthropic's interface.
+    return {"INVALID_JSON": arguments}
 
 
 def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
@@ -56,19 +64,16 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # of called functions, by call id
     for index, item in enumerate(items):
-        place = f"messages.{index}"
         calls = []
-        for number, call in enumerate(item.tool_calls or ()):
-            field = f"{place}.tool_calls.{number}.function.arguments"
-            calls.append(call_fields(call.function.name, call.function.arguments, call.id, field))
+        for call in item.tool_calls or ():
+            calls.append(call_fields(call.function.name, call.function.arguments, call.id))
             names[call.id] = call.function.name
         if item.function_call is not None:
-            field = f"{place}.function_call.arguments"
-            calls.append(call_fields(item.function_call.name, item.function_call.arguments, "", field))
+            calls.append(call_fields(item.function_call.name, item.function_call.arguments, ""))
         role: Role = "tool" if item.role == "function" else item.role
         name = item.name or (names.get(item.tool_call_id or "", "") if role == "tool" else "")
         reasoning = item.reasoning or item.reasoning_content or ""
-        content = text_of(item.content, f"{place}.content") or item.refusal or ""
+        content = text_of(item.content, f"messages.{index}.content") or item.refusal or ""
         messages.append(Message(role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
     return messages
 

@@ -99,12 +99,13 @@ def test_items_of_earlier_turns_are_read(scripted: Scripted, reasoning: LoadedMo
         {"type": "local_shell_call_output", "call_id": "c3", "output": "three"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
         {"type": "compaction", "id": "cmp_1", "encrypted_content": "gAAA"},
+        {"type": "tool_search_call", "call_id": "c4", "execution": "client", "arguments": {"query": "q"}},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
     ]
     with scripted("fine", model=reasoning) as served:
         answer = ask(served, input=items, tools=CODEX_TOOLS)
         assert answer.status == 200, answer.body
-        assert "item web_search_call, item compaction" in answer.headers["x-mycli-omitted"]
+        assert "item web_search_call, item compaction, item tool_search_call" in answer.headers["x-mycli-omitted"]
         prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
         for part in ('files.read:{"path": "a"}', "one", 'apply_patch:{"input": "***"}', "two", '"ls"', "three", "not."):
             assert part in prompt

@@ -99,9 +99,30 @@ def test_a_template_sees_calls_and_answers(scripted: Scripted, reasoning: Loaded
         # Control tokens spelled in a tool's answer are text; only the template's own count.
         ids = served.ask("POST", "/tokenize", {"messages": messages, "tools": [TOOL]}).json["tokens"]
         assert ids.count(1) == 5 and ids.count(2) == 4
-        bad = [{**messages[1], "tool_calls": [{**call, "function": {"name": "f", "arguments": "{"}}]}]
-        answer = served.ask("POST", "/tokenize", {"messages": bad})
-        assert answer.status == 400 and answer.error["param"] == "messages.0.tool_calls.0.function.arguments"
+
+
+@pytest.mark.parametrize(
+    "arguments, written",
+    [
+        ('{"a": "', '{"INVALID_JSON": "{\\"a\\": \\""}'),  # cut by a limit
+        ("[1]", '{"INVALID_JSON": "[1]"}'),
+        ("null", "{}"),
+        (None, "{}"),
+        ({"a": 1}, '{"a": 1}'),
+    ],
+    ids=["cut", "list", "null", "none", "object"],
+)
+def test_calls_that_are_no_json_do_not_end_a_conversation(
+    scripted: Scripted, reasoning: LoadedModel, arguments: Any, written: str
+) -> None:
+    called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    items = [turns[0], {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments or ""}]
+    with scripted("ok", model=reasoning) as served:
+        for route, body in (("chat/completions", {"messages": turns}), ("responses", {"input": items})):
+            assert served.ask("POST", f"/v1/{route}", body).status == 200
+            prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+            assert f"<tool_call>f:{written}</tool_call>" in prompt
 
 
 def test_reasoning_that_is_turned_off_leaves_no_room_for_it(scripted: Scripted, reasoning: LoadedModel) -> None:
