@@ -177,7 +177,7 @@ class Service(ServerState):
         """Return the sampling settings of a request; fields left out take the model's defaults. Raises ApiError."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         values: dict[str, object] = {name: getattr(body, name) for name in names}
-        values["seed"] = body.seed
+        values["seed"] = None if body.seed == -1 else body.seed  # -1: any, as in vLLM, llama.cpp and Ollama
         if body.top_k is not None:
             values["top_k"] = max(body.top_k, 0)  # -1 turns it off, as in vLLM
         if body.logit_bias:
@@ -250,7 +250,7 @@ def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> No
     neutral: dict[str, tuple[object, ...]] = {"temperature": (None, 0, 1), "top_k": (None, 0, -1)}
     neutral |= dict.fromkeys(("top_p", "repetition_penalty"), (None, 1))
     neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (None, 0))
-    neutral |= dict.fromkeys(("seed", "logit_bias", "stop"), (None,))
+    neutral |= {"seed": (None, -1), **dict.fromkeys(("logit_bias", "stop"), (None,))}
     for name, values in neutral.items():
         if getattr(body, name) not in values:
             message = f"use_beam_search: cannot be combined with {name}"

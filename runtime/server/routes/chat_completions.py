@@ -79,7 +79,7 @@ def _prepare(service: Service, body: ChatRequest) -> Prepared:
 def _check(service: Service, body: ChatRequest) -> None:
     if body.n is not None and body.n > service.settings.limits.choices:
         raise ApiError(400, f"n: at most {service.settings.limits.choices}", "invalid_value", param="n")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # 0 asks for nothing, and chat clients send it always
         raise ApiError(400, "top_logprobs: needs logprobs", "invalid_value", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")

@@ -113,6 +113,10 @@ def test_logprobs_are_of_the_tokens(client: openai.OpenAI) -> None:
     for one in logprobs.content:
         assert len(one.top_logprobs) == 3 and bytes(one.bytes or ()).decode() == one.token
         assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
+    plain = {"model": "pico", "messages": question(), "max_tokens": 1, "logprobs": False}
+    assert client.chat.completions.create(**plain, top_logprobs=0).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: needs logprobs"):
+        client.chat.completions.create(**plain, top_logprobs=1)
 
 
 def test_stop_strings_and_limits_end_a_reply(client: openai.OpenAI) -> None:

@@ -195,6 +195,11 @@ def test_sampling_settings_end_at_their_limits(name: str) -> None:
             Sampling.model_validate({name: value})
 
 
+def test_a_seed_of_minus_one_is_none(answering: Served) -> None:
+    seeds = [answering.service.sampling(Sampling(seed=seed)).seed for seed in (-1, 0, -2)]
+    assert seeds == [None, 0, -2]
+
+
 def test_tools_of_anthropics_interface_need_a_name_and_a_schema() -> None:
     for tool, missing in (({"name": "f"}, "input_schema"), ({"type": "custom", "input_schema": {}}, "name")):
         with pytest.raises(ValidationError, match=f"{missing} is required"):
