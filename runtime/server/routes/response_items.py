@@ -91,8 +91,8 @@ class OutputItems:
         self._pending = []
         yield f"response.{_PARTS[kind]}.delta", {**self._place(), "delta": text, **extra}
 
-    def close(self) -> Iterator[Event]:
-        """Complete the open item, if there is one, and return its events."""
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """End the open item, if there is one, and return its events; status: "incomplete" for one that was cut."""
         item = self._open
         if item is None:
             return
@@ -106,7 +106,7 @@ class OutputItems:
             extra = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield f"response.{kind}.done", {**self._place(), "text": part["text"], **extra}
             yield "response.content_part.done", {**self._place(), "part": part}
-        item["status"] = "completed"
+        item["status"] = status
         place = len(self._done)
         self._done.append(item)
         self._open = None

@@ -100,7 +100,7 @@ class ResponseRendering:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         counts = {
             "input_tokens": self._counts.prompt,
-            "input_tokens_details": {"cached_tokens": self._counts.cached},
+            "input_tokens_details": {"cached_tokens": self._counts.cached, "cache_write_tokens": 0},
             "output_tokens": self._counts.generated,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self._counts.prompt + self._counts.generated,
@@ -132,9 +132,9 @@ class ResponseRendering:
         yield from self._numbered([("response.in_progress", {"response": self._response("in_progress")})])
 
     def finish(self) -> Iterable[bytes]:
-        yield from self._numbered(self._items.close())
+        status = self._end()
+        yield from self._numbered(self._items.close(status))
         self._keep()
-        status = "incomplete" if self._cut else "completed"
         yield from self._numbered([(f"response.{status}", {"response": self._response(status)})])
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -145,9 +145,12 @@ class ResponseRendering:
         (reply,) = replies
         self._count(reply)
         list(self._items.add(reply))
-        list(self._items.close())
+        list(self._items.close(self._end()))
         self._keep()
-        return self._response("incomplete" if self._cut else "completed")
+        return self._response(self._end())
+
+    def _end(self) -> str:
+        return "incomplete" if self._cut else "completed"
 
     def _keep(self) -> None:
         if self._store is not None:
