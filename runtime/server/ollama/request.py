@@ -15,7 +15,16 @@ from mycli.runtime.server.http.settings import ServerState
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.requests.fields import asks_nothing
 from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
-from mycli.runtime.server.requests.schemas import ForModel, LongText, Sampling, StopString, Strict, ToolSpec, validated
+from mycli.runtime.server.requests.schemas import (
+    MAX_TOOLS,
+    ForModel,
+    LongText,
+    Sampling,
+    StopString,
+    Strict,
+    ToolSpec,
+    validated,
+)
 from mycli.runtime.server.routes.chat_spec import ChatSpec
 from mycli.runtime.tokenizer.chat_template import Message, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
@@ -129,7 +138,7 @@ class OllamaChatRequest(OllamaRequest):
     """The body of POST /api/chat."""
 
     messages: list[OllamaMessage] | None = Field(None, max_length=4096)
-    tools: list[ToolSpec] | None = Field(None, max_length=128)
+    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
 
 
 class OllamaGenerateRequest(OllamaRequest):

@@ -25,6 +25,7 @@ from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 MAX_ITEMS = 1 << 14  # of a conversation in one field
 MAX_CONTENT_PARTS = 1 << 12  # of a message
 MAX_PROMPTS = 1 << 10
+MAX_TOOLS = 1 << 10  # agents with MCP servers send hundreds
 MAX_IDS = 1 << 20
 LongText = Annotated[str, Field(max_length=1 << 22)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -160,7 +161,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # of OpenAI: padding, which nothing here needs
-    continuous_usage_stats: No | None = None  # of vLLM
+    continuous_usage_stats: bool | None = None  # of vLLM: the usage so far in every chunk
 
 
 class Sampling(Strict):
@@ -272,7 +273,7 @@ class AllowedTools(Strict):
     """A subset of the tools, and whether one must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(Strict):
@@ -327,7 +328,7 @@ class TokenizeRequest(ForModel):
 
     prompt: LongText | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
-    tools: list[ToolSpec] | None = Field(None, max_length=128)
+    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.http.api_error import ApiError
-from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.formats import Constraints, output_format
 from mycli.runtime.server.requests.schemas import (
+    MAX_TOOLS,
     AllowedToolsChoice,
     BeamFields,
     ChatMessage,
@@ -55,10 +55,10 @@ class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
     n_predict: TokenLimit | None = None  # of llama.cpp
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[ToolSpec] | None = Field(None, max_length=128)
+    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required", "any"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[FunctionSpec] | None = Field(None, max_length=128)  # the older form of tools
+    functions: list[FunctionSpec] | None = Field(None, max_length=MAX_TOOLS)  # the older form of tools
     function_call: Literal["auto", "none"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
@@ -212,7 +212,7 @@ class ChatRendering(OpenAIRendering):
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, end: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}
-        return event({**self._head, "choices": [choice]})
+        return self._choice_event(choice)
 
 
 CHAT = Interface("chat", "chatcmpl-", ChatRequest, _prepare, ChatRendering)

@@ -12,7 +12,6 @@ from mycli.runtime.engine.replies.reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
-from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.formats import Constraints, output_format
 from mycli.runtime.server.requests.schemas import (
@@ -117,10 +116,10 @@ class TextRendering(OpenAIRendering):
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._counts.add(piece)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
-            yield event({**self._head, "choices": [self._choice(piece)]})
+            yield self._choice_event(self._choice(piece))
 
     def keep_alive(self) -> Iterable[bytes]:
-        yield event({**self._head, "choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}]})
+        yield self._choice_event({"index": 0, "text": "", "logprobs": None, "finish_reason": None})
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         for reply in replies:

@@ -9,6 +9,7 @@ from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
 from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
+    MAX_TOOLS,
     Content,
     ContentPart,
     ForModel,
@@ -135,7 +136,7 @@ class CountRequest(ForModel):
 
     messages: list[InputMessage] = Field(min_length=1, max_length=4096)
     system: Content = None
-    tools: list[InputTool] | None = Field(None, max_length=128)
+    tools: list[InputTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

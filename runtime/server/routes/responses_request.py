@@ -11,6 +11,7 @@ from mycli.runtime.server.requests.formats import Constraints, ResponseFormat, S
 from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
     MAX_ITEMS,
+    MAX_TOOLS,
     Content,
     ContentPart,
     ForReply,
@@ -79,7 +80,7 @@ class SimpleTool(Strict):
 class ResponseTool(SimpleTool):
     """A tool, or a namespace of tools."""
 
-    tools: list[SimpleTool] | None = Field(None, max_length=128)
+    tools: list[SimpleTool] | None = Field(None, max_length=MAX_TOOLS)
 
 
 class ChosenTool(Strict):
@@ -89,7 +90,7 @@ class ChosenTool(Strict):
     name: Name | None = None
     namespace: ItemId | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: "list[ChosenTool] | None" = Field(None, max_length=128)
+    tools: "list[ChosenTool] | None" = Field(None, max_length=MAX_TOOLS)
 
     @model_validator(mode="after")
     def _complete(self) -> "ChosenTool":
@@ -120,7 +121,7 @@ class ResponsesRequest(ForReply, Sampling, Constraints, ThinkingBudget):
     instructions: LongText | None = None
     max_output_tokens: TokenLimit | None = None
     stream_options: StreamOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=128)
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

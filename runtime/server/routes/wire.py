@@ -124,11 +124,16 @@ class TokenCounts:
 
 
 class OpenAIRendering:
-    """The end of a stream of OpenAI's chat and completions. `head`: the fields that all chunks share."""
+    """The chunks of OpenAI's chat and completions. `head`: the fields that all chunks share."""
 
     def __init__(self, prompt_tokens: int, head: dict[str, Any], options: StreamOptions | None) -> None:
         self._counts, self._head = TokenCounts(prompt_tokens), head
         self._include_usage = options is not None and bool(options.include_usage)
+        self._usage_so_far = self._include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def _choice_event(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": self._counts.usage()} if self._usage_so_far else {}
+        return event({**self._head, "choices": [choice], **usage})
 
     def finish(self) -> Iterable[bytes]:
         if self._include_usage:

@@ -63,6 +63,29 @@ def test_a_tool_that_cannot_be_called_is_refused_where_it_is_forced(scripted: Sc
         assert answer.status == 400 and answer.error["param"] == "tool_choice", answer.body
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_hundreds_of_tools_are_read(scripted: Scripted, reasoning: LoadedModel, route: str) -> None:
+    """Agents with several MCP servers send more than OpenAI's 128."""
+    turns = [{"role": "user", "content": "Go"}]
+    functions = [{"name": f"tool_{number}", "parameters": {"type": "object"}} for number in range(300)]
+    forms: dict[str, Any] = {
+        "chat/completions": {
+            "messages": turns,
+            "tools": [{"type": "function", "function": function} for function in functions],
+        },
+        "responses": {"input": turns, "tools": [{"type": "function", **function} for function in functions]},
+        "messages": {
+            "messages": turns,
+            "max_tokens": 4,
+            "tools": [{"name": function["name"], "input_schema": {"type": "object"}} for function in functions],
+        },
+    }
+    with scripted("Hi", model=reasoning, context=1 << 15) as served:
+        answer = served.ask("POST", f"/v1/{route}", forms[route])
+        assert answer.status == 200, answer.body
+        assert '"tool_299"' in served.service.spelled(served.service.worker.engine.prompts[-1])
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_calls_have_the_names_of_the_client(scripted: Scripted, reasoning: LoadedModel, stream: bool) -> None:
     patch = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** é\\n\\"q\\""}}\n</tool_call>'

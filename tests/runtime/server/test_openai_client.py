@@ -72,6 +72,17 @@ def test_a_reply_is_the_one_of_the_engine_alone(client: openai.OpenAI, loaded: L
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_usage_so_far_is_in_every_chunk_on_request(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "pico", "temperature": 0, "max_tokens": 4, "stream": True, "stream_options": options}
+    for stream in (
+        client.chat.completions.create(messages=question(), **asked),
+        client.completions.create(prompt="Once upon", **asked),
+    ):
+        counts = [chunk.usage.completion_tokens for chunk in stream]
+        assert counts == sorted(counts) and len(counts) > 2 and counts[-2:] == [4, 4], counts
+
+
 def test_a_seed_repeats_and_choices_differ(client: openai.OpenAI) -> None:
     def draw(seed: int, n: int) -> list[str | None]:
         found = client.chat.completions.create(
@@ -280,6 +291,21 @@ def test_responses(client: openai.OpenAI) -> None:
     assert whole.usage and counted.input_tokens == whole.usage.input_tokens
     cut = client.responses.create(model="pico", input=JAPAN, temperature=0, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details and cut.usage and cut.usage.output_tokens == 2
+    assert [item.status for item in whole.output] == ["completed"] and [item.status for item in cut.output] == [
+        "incomplete"
+    ]
+    cuts = client.responses.create(model="pico", input=JAPAN, temperature=0, max_output_tokens=2, stream=True)
+    ended = [event.item.status for event in cuts if event.type == "response.output_item.done"]
+    assert ended == ["incomplete"]
+
+
+def test_responses_have_every_field_that_the_client_requires(client: openai.OpenAI) -> None:
+    """The client builds its objects without validation, so that a missing field is found by its user."""
+    asked = {"model": "pico", "input": JAPAN, "temperature": 0, "max_output_tokens": 4}
+    whole = client.responses.create(**asked)
+    last = list(client.responses.create(**asked, stream=True))[-1]
+    for found in (whole, last):
+        type(found).model_validate(found.to_dict())
 
 
 def test_responses_call_tools_and_keep_schemas(client: openai.OpenAI) -> None:
