@@ -1,7 +1,10 @@
 """Renders the conversation of a request with the model's template, and compares prompts with earlier ones."""
 
+import hashlib
+import re
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import Lock
 
 from mycli.runtime.cache.prefix_index import common_prefix_length
@@ -12,6 +15,7 @@ from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_syste
 from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _RECENT_PROMPTS, _RECENT_TOKENS = 32, 1 << 18  # every new prompt is compared with all of these
 
 
@@ -39,6 +43,8 @@ def render_chat(
             Message("system", message.content, name=message.name) if message.role == "developer" else message
             for message in messages
         ]
+    if "length != 9" in source:  # Mistral's templates raise for ids of calls that do not have nine letters and digits
+        messages = [_with_short_ids(message) for message in messages]
     if tools and "tools" not in source:
         messages, tools = describe_tools_in_system_message(messages, list(tools)), ()
     try:
@@ -47,6 +53,17 @@ def render_chat(
         )
     except UserError as error:
         raise from_user_error(error, place) from None
+
+
+def _with_short_ids(message: Message) -> Message:
+    calls = tuple({**call, "id": _short_id(str(call.get("id", "")))} for call in message.tool_calls)
+    result_of = _short_id(message.tool_call_id) if message.role == "tool" else ""
+    return replace(message, tool_calls=calls, tool_call_id=result_of)
+
+
+def _short_id(call_id: str) -> str:
+    # A hash: a call and its result keep the same id, and the prompt of the next turn begins with this one.
+    return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def compare_prompts(

@@ -1,4 +1,4 @@
-"""Test that system and developer messages reach the template where the client put them, in roles that it knows."""
+"""Test that messages reach the template as it knows them: roles, places of instructions, ids of tool calls."""
 
 import pytest
 
@@ -39,3 +39,30 @@ def test_a_template_that_takes_system_messages_first_only_says_so() -> None:
     assert _rendered(FIRST_ONLY, (Message("developer", "D"), Message("user", "B"))) == "system:D\nuser:B\n"
     with pytest.raises(ApiError, match="must be at the beginning"):
         _rendered(FIRST_ONLY, MESSAGES)
+
+
+# As in the templates of Mistral 7B v0.3 and Mistral Small 3.2.
+SHORT_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ c.function.name }}={{ c.id }};{% endfor %}{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ m.content }}={{ m.tool_call_id }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call_id", ["call_0123456789abcdef01234567", "toolu_01A", "", "abcDEF123"])
+def test_mistrals_templates_get_ids_of_nine_characters(call_id: str) -> None:
+    def call(name: str, identity: str) -> dict[str, object]:
+        return {"type": "function", "id": identity, "function": {"name": name, "arguments": {}}}
+
+    messages = (
+        Message("user", "Go"),
+        Message("assistant", "", (call("f", call_id), call("g", "other"))),
+        Message("tool", "one", tool_call_id=call_id),
+        Message("tool", "two", tool_call_id="other"),
+    )
+    parts = dict(part.split("=") for part in _rendered(SHORT_IDS, messages).split(";") if part)
+    assert parts["f"] == parts["one"] != parts["two"] == parts["g"]
+    assert parts["f"].isalnum() and (call_id != "abcDEF123" or parts["f"] == call_id)
