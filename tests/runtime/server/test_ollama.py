@@ -138,6 +138,16 @@ def test_options_of_placement_are_harmless_and_unknown_ones_are_named(served: Se
     assert answer.headers["x-mycli-omitted"] == "option nosuch, option num_ctx above 512"
 
 
+def test_whole_numbers_may_have_a_point(served: Served) -> None:
+    """Home Assistant sends num_ctx as 8192.0."""
+    options = {"num_ctx": 256.0, "num_predict": 2.0, "top_k": 40.0, "seed": 1.0}
+    body = {"model": "pico", "messages": MESSAGES, "stream": False}
+    answer = served.ask("POST", "/api/chat", {**body, "options": options})
+    assert answer.status == 200 and answer.json["eval_count"] == 2, answer.body
+    answer = served.ask("POST", "/api/chat", {**body, "options": {"num_ctx": 256.5}})
+    assert answer.status == 400 and "options.num_ctx: must be an integer" in answer.json["error"]
+
+
 def test_sampling_options_reach_the_sampler(served: Served) -> None:
     options = {"temperature": 1.5, "seed": 7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "num_predict": 24}
     body = {"model": "pico", "messages": MESSAGES, "options": {**options, "repeat_penalty": 1.2, "stop": ["\n"]}}
