@@ -46,7 +46,7 @@ class OllamaRendering:
         fields = self._text(piece)
         # Arguments are an object, so a call is sent when it is complete.
         if piece.end is not None and self._calls:
-            fields |= self._shown_calls(self._calls)
+            fields = (fields or self._fields("", "")) | self._shown_calls(self._calls)
         if fields:
             yield self._line(fields, piece)
 
@@ -91,7 +91,7 @@ class OllamaRendering:
             }
             for call in join_calls(parts)
         ]
-        return {**self._fields("", ""), "tool_calls": calls}
+        return {"tool_calls": calls}
 
     def _wrapped(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"message": fields} if self._as_message else fields

@@ -73,7 +73,7 @@ def test_lists_and_descriptions(client: ollama.Client, served: Served) -> None:
 
 
 def test_tools_are_called_and_their_results_are_read(reasoning: LoadedModel, scripted: Scripted) -> None:
-    text = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+    text = 'A moment.\n<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
     with scripted(text, model=reasoning) as served:
         client = ollama.Client(host=served.url)
         whole = client.chat("pico", MESSAGES, tools=[WEATHER])
@@ -82,6 +82,8 @@ def test_tools_are_called_and_their_results_are_read(reasoning: LoadedModel, scr
             assert message.tool_calls is not None
             (call,) = message.tool_calls
             assert (call.function.name, call.function.arguments) == ("look", {"at": "it"})
+        # The text before a call is kept, whole as streamed.
+        assert whole.message.content == "".join(part.message.content or "" for part in streamed) == "A moment."
         result = {"role": "tool", "content": "nothing", "tool_name": "look"}
         again = [*MESSAGES, whole.message.model_dump(exclude_none=True), result]
         assert client.chat("pico", again, tools=[WEATHER]).done
