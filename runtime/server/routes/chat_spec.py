@@ -92,7 +92,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             spec.sampling.stops,
             index,
             prompt_end=end,
-            tools=ToolParser(tool_format, tools) if tools else None,
+            tools=ToolParser(tool_format, tools, not spec.parallel) if tools else None,
             tool_format=tool_format if tools else None,
         )
         for index in range(spec.count)

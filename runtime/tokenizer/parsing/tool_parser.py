@@ -96,16 +96,19 @@ def _casts(types: Sequence[str]) -> bool:
 
 
 class ToolParser:
-    """Splits a streamed reply into text and calls. tools: as in a request; arguments get the types of their schemas."""
+    """Splits a streamed reply into text and calls. tools: as in a request; arguments get the types of their schemas.
 
-    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool]) -> None:
+    single: drop all calls after the first.
+    """
+
+    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], single: bool = False) -> None:
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas: dict[str, Mapping[str, Any]] = {}
         for function in functions:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             self._schemas[str(function.get("name"))] = properties if isinstance(properties, dict) else {}
-        self._format = tool_format
+        self._format, self._single = tool_format, single
         self._heads = [head_pattern(region) for region in tool_format.regions]
         self._text = ""  # undecided
         self._blanks = ""  # whitespace before the undecided text: a call absorbs it
@@ -137,7 +140,7 @@ class ToolParser:
         items: list[str | ToolCall] = []
         while self._advance(items, final):
             pass
-        return items
+        return [item for item in items if not (self._single and isinstance(item, ToolCall) and item.index)]
 
     def _advance(self, items: list[str | ToolCall], final: bool) -> bool:
         # Returns True if more can be decided.

@@ -38,6 +38,20 @@ def test_reasoning_content_and_calls_are_told_apart(scripted: Scripted, reasonin
         assert content == REPLY.split("</think>\n\n")[1] and calls == [] and end == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_only_the_first_call_is_kept_without_parallel_calls(
+    scripted: Scripted, reasoning: LoadedModel, stream: bool
+) -> None:
+    with scripted(REPLY, model=reasoning) as served:
+        _, _, calls, end = joined(served.chat("Go", tools=[TOOL], stream=stream, parallel_tool_calls=False))
+        assert calls == [("f", '{"a": 1}')] and end == "tool_calls"
+        tool = {"name": "f", "input_schema": TOOL["function"]["parameters"]}
+        one = {"type": "auto", "disable_parallel_tool_use": True}
+        body = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 500, "tools": [tool], "tool_choice": one}
+        content = served.ask("POST", "/v1/messages", body).json["content"]
+        assert [block["input"] for block in content if block["type"] == "tool_use"] == [{"a": 1}]
+
+
 def test_the_other_protocols_tell_the_same(scripted: Scripted, reasoning: LoadedModel) -> None:
     with scripted(REPLY, model=reasoning) as served:
         anthropic_tool = {"name": "f", "input_schema": TOOL["function"]["parameters"]}
