@@ -21,7 +21,12 @@ RENDER_MEMORY = 512 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 # Template arguments that a request may set; never the template itself or its internal names (C11).
 ALLOWED_ARGUMENTS = frozenset(
-    ("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools")
+    (
+        *("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools"),
+        # Whether the reasoning of earlier turns is kept: Qwen 3.6, GLM 4.7 and 5, LFM2, Nemotron 3.
+        *("preserve_thinking", "clear_thinking", "keep_past_thinking", "truncate_history_thinking"),
+        *("low_effort", "thinking_budget"),  # of Nemotron 3 and Seed-OSS
+    )
 )
 # Variables of a template that hold special tokens.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -41,6 +41,27 @@ def test_a_template_that_takes_system_messages_first_only_says_so() -> None:
         _rendered(FIRST_ONLY, MESSAGES)
 
 
+@pytest.mark.parametrize(
+    "keeping",
+    [
+        {"preserve_thinking": True},
+        {"clear_thinking": False},
+        {"keep_past_thinking": True},
+        {"truncate_history_thinking": False},
+    ],
+    ids=["qwen3.6", "glm", "lfm2", "nemotron3"],
+)
+def test_a_request_may_keep_the_reasoning_of_earlier_turns(keeping: dict[str, bool]) -> None:
+    """Each model's card names its switch; agents set it so that the prompt of a turn begins with the last one."""
+    ((name, value),) = keeping.items()
+    kept = f"m.reasoning_content if {name} is defined and {name} == {value}"
+    source = f"{{% for m in messages %}}{{{{ {kept} }}}}{{% endfor %}}"
+    tokenizer = open_model_folder(PICO).tokenizer()
+    tokenizer.template = ChatTemplate({"default": source}, {})
+    turns = (Message("user", "A"), Message("assistant", "B", reasoning="why"), Message("user", "C"))
+    assert tokenizer.decode(render_chat(tokenizer, PromptParts(turns, (), keeping))) == "why"
+
+
 # As in the templates of Mistral 7B v0.3 and Mistral Small 3.2.
 SHORT_IDS = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id|length != 9 %}"
