@@ -38,15 +38,15 @@ class ModelCard:
             "details": self.details,
         }
 
-    def shown(self) -> dict[str, Any]:
-        """Return the response of /api/show."""
+    def shown(self, name: str) -> dict[str, Any]:
+        """Return the response of /api/show; `name`: for lists of models, such as that of VS Code."""
         return {
             "modelfile": "",
             "parameters": "",
             "license": "",
             "template": self.template,
             "details": self.details,
-            "model_info": self.info,
+            "model_info": {**self.info, "general.basename": name},
             "capabilities": list(self.capabilities),
             "modified_at": self.modified,
         }

@@ -7,7 +7,9 @@ from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.http.settings import ServerState
 from mycli.runtime.utils import version
 
-INTERFACE_VERSION = "0.12.11"  # whose fields these routes have
+# Its routes and fields are served here. Clients refuse versions without the routes that they need: codex --oss those
+# before 0.13.4 (OpenAI's responses), programs that start Claude Code those before 0.14 (Anthropic's messages).
+INTERFACE_VERSION = "0.14.2"
 
 
 async def ollama_version(server: ServerState, request: Request) -> Response:

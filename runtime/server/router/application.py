@@ -200,7 +200,7 @@ async def all_running(router: Router, request: Request) -> Response:
 async def show_card(router: Router, request: Request) -> Response:
     """Describe a model, in Ollama's form."""
     slot, _ = await _slot_in_body(router, request)
-    return JsonResponse(slot.model.card.shown())
+    return JsonResponse(slot.model.card.shown(slot.model.name))
 
 
 async def pull_model(router: Router, request: Request) -> Response:
