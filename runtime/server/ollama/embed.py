@@ -19,7 +19,7 @@ from mycli.runtime.server.streaming import read_request
 class OllamaEmbedRequest(ForModel):
     """The body of POST /api/embed."""
 
-    input: LongText | Annotated[list[LongText], Field(max_length=MAX_INPUTS)]
+    input: LongText | Annotated[list[LongText], Field(max_length=MAX_INPUTS)] = ""  # empty: to load the model
     truncate: bool | None = None
     dimensions: int | None = Field(None, ge=1, le=1 << 20)
     options: dict[str, Any] | None = Field(None, max_length=64)  # all of placement and sampling
@@ -29,7 +29,7 @@ class OllamaEmbedRequest(ForModel):
 class OllamaEmbeddingsRequest(ForModel):
     """The body of POST /api/embeddings."""
 
-    prompt: LongText
+    prompt: LongText = ""  # empty: to load the model
     options: dict[str, Any] | None = Field(None, max_length=64)
     keep_alive: KeepAlive = None
 
@@ -45,7 +45,7 @@ async def ollama_embed(service: Service, request: Request) -> Response:
     began = time.perf_counter_ns()
 
     def prepare(body: OllamaEmbedRequest) -> list[Prepared]:
-        texts = [body.input] if isinstance(body.input, str) else body.input
+        texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input
         return _groups(service, texts, body.truncate is not False, body.dimensions, "input")
 
     body, groups = await read_request(service, request, OllamaEmbedRequest, prepare)
@@ -65,8 +65,8 @@ async def ollama_embeddings(service: Service, request: Request) -> Response:
     """Return the vector of one text, in Ollama's older form."""
 
     def prepare(body: OllamaEmbeddingsRequest) -> list[Prepared]:
-        return _groups(service, [body.prompt], True, None, "prompt")
+        return _groups(service, [text for text in (body.prompt,) if text], True, None, "prompt")
 
     _, groups = await read_request(service, request, OllamaEmbeddingsRequest, prepare)
-    (vector,) = await run_vectors(service, request, groups)
-    return JsonResponse({"embedding": vector.tolist()})
+    vectors = await run_vectors(service, request, groups)
+    return JsonResponse({"embedding": vectors[0].tolist() if vectors else []})

@@ -86,6 +86,11 @@ def test_openai_and_ollama_clients(servers: dict[str, Served]) -> None:
     assert numpy.array_equal(numpy.array(older.embedding, "f4"), expected[0])
 
 
+def test_an_empty_input_loads_a_model_of_ollamas_interface(servers: dict[str, Served]) -> None:
+    client = ollama.Client(host=servers["qwen3"].url)
+    assert client.embed("qwen3").embeddings == [] and client.embeddings("qwen3").embedding == []
+
+
 def test_token_ids_prompts_and_dimensions(servers: dict[str, Served]) -> None:
     served = servers["qwen3"]
     ids = served.service.loaded.tokenizer.encode(TEXTS[0], add_special=True)
