@@ -26,7 +26,8 @@ class Piece:
 
     calls: new calls and further parts of earlier ones; tokens, logprobs: up to the token that completed a stop string;
     end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error";
-    refused: the request itself is the cause; vector: of a text to embed, or scores of tokens.
+    refused: the request itself is the cause; vector: of a text to embed, or scores of tokens; reasoning_tokens: the
+    number of `tokens` that are reasoning, its tags included.
     """
 
     index: int = 0
@@ -42,6 +43,7 @@ class Piece:
     problem: str = ""
     vector: "Tensor | None" = None
     refused: bool = False
+    reasoning_tokens: int = 0
 
 
 class _MarkedPieces:
@@ -104,23 +106,30 @@ class ReplyReader:
 
     def feed(self, output: SequenceOutput) -> Piece:
         """Return what one output adds to the reply. The reply is over when the piece has an `end`."""
-        text, count, stopped = "", 0, False
+        count, reasoning_tokens, stopped, text = 0, 0, False, ""
+        parts = []
         for token in output.tokens:
             count += 1
-            certain, stopped = self._matcher.feed(self._decoder.feed(token))
-            text += certain
+            text, stopped = self._matcher.feed(self._decoder.feed(token))
             if stopped:
                 break
+            inside = self._reasons
+            parts.append(self._split(text, False))
+            reasoning_tokens += inside or self._reasons
+            text = ""
         if output.finish_reason is not None and not stopped:
-            certain, stopped = self._matcher.feed(self._decoder.flush())
-            text += certain + ("" if stopped else self._matcher.flush())
+            text, stopped = self._matcher.feed(self._decoder.flush())
+            text += "" if stopped else self._matcher.flush()
         ended = stopped or output.finish_reason is not None
-        content, reasoning, calls = self._split(text, ended)
+        if ended:
+            reasoning_tokens += stopped and self._reasons
+            parts.append(self._split(text, True))
+        contents, reasonings, calls = zip(*parts, strict=True) if parts else ((), (), ())
         return Piece(
             self.index,
-            content,
-            reasoning,
-            calls,
+            "".join(contents),
+            "".join(reasonings),
+            _joined([call for group in calls for call in group]),
             output.tokens[:count],
             output.logprobs[:count],
             output.prompt_logprobs,
@@ -129,7 +138,12 @@ class ReplyReader:
             self._matcher.matched,
             "" if output.error is None else output.error.message,
             refused=isinstance(output.error, UsageError),
+            reasoning_tokens=reasoning_tokens,
         )
+
+    @property
+    def _reasons(self) -> bool:
+        return self._reasoning is not None and self._reasoning.inside
 
     def _end(self, output: SequenceOutput, stopped: bool) -> ReplyEnd:
         if stopped:

@@ -21,9 +21,7 @@ from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 # Fields that the interface requires, for features that this server does not have.
 _NO_END = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
-_NOT_COUNTED = dict.fromkeys(
-    ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
-)
+_NOT_COUNTED = dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier"))
 _CALLER = {"caller": {"type": "direct"}}
 
 
@@ -56,7 +54,8 @@ class MessageRendering:
     def _usage(self) -> dict[str, Any]:
         cached = self._counts.cached
         counts = {"input_tokens": self._counts.prompt - cached, "output_tokens": self._counts.generated}
-        return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0, **_NOT_COUNTED}
+        counts |= {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+        return {**counts, "output_tokens_details": {"thinking_tokens": self._counts.reasoning}, **_NOT_COUNTED}
 
     def begin(self) -> Iterable[bytes]:
         yield _event("message_start", message={**self._head, "content": [], **_NO_END, "usage": self._usage()})

@@ -102,7 +102,7 @@ class ResponseRendering:
             "input_tokens": self._counts.prompt,
             "input_tokens_details": {"cached_tokens": self._counts.cached, "cache_write_tokens": 0},
             "output_tokens": self._counts.generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._counts.reasoning},
             "total_tokens": self._counts.prompt + self._counts.generated,
         }
         ended = status in ("completed", "incomplete")

@@ -101,12 +101,13 @@ class TokenCounts:
     """Counts the tokens of a request: `prompt`, and of its replies as their pieces come."""
 
     def __init__(self, prompt: int) -> None:
-        self.prompt, self.generated = prompt, 0
+        self.prompt, self.generated, self.reasoning = prompt, 0, 0
         self._cached = 0
 
     def add(self, piece: Piece) -> None:
         """Count the tokens of one more piece."""
         self.generated += len(piece.tokens)
+        self.reasoning += piece.reasoning_tokens
         self._cached = max(self._cached, piece.cached_tokens)
 
     @property
@@ -120,6 +121,7 @@ class TokenCounts:
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 

@@ -22,6 +22,10 @@ class ReasoningParser:
         self._state: Literal["before", "inside", "after"] = "inside" if prompt_end.rstrip().endswith(OPEN) else "before"
         self._held = ""  # a possible start of a tag
 
+    @property
+    def inside(self) -> bool:
+        return self._state == "inside"
+
     def feed(self, text: str) -> list[Part]:
         if self._state == "after":
             return [Part(text, False)] if text else []
@@ -47,4 +51,4 @@ class ReasoningParser:
 
     def flush(self) -> list[Part]:
         rest, self._held = self._held, ""
-        return [Part(rest, self._state == "inside")] if rest else []
+        return [Part(rest, self.inside)] if rest else []

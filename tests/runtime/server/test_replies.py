@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from tests.runtime.server.conftest import Scripted
@@ -50,6 +51,40 @@ def test_only_the_first_call_is_kept_without_parallel_calls(
         body = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 500, "tools": [tool], "tool_choice": one}
         content = served.ask("POST", "/v1/messages", body).json["content"]
         assert [block["input"] for block in content if block["type"] == "tool_use"] == [{"a": 1}]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_tokens_of_reasoning_are_counted(scripted: Scripted, reasoning: LoadedModel, stream: bool) -> None:
+    ids = reasoning.tokenizer.encode(REPLY, add_special=False, allow_special=True)
+    texts = [reasoning.tokenizer.decode(ids[:end]) for end in range(1, len(ids) + 1)]
+    expected = sum("<think>" in text for text in texts) - sum("</think>" in text for text in texts[:-1])
+    turns = [{"role": "user", "content": "Go"}]
+    options = {"include_usage": True} if stream else None
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": turns, "stream_options": options},
+        "messages": {"messages": turns, "max_tokens": 500},
+        "responses": {"input": "Go"},
+    }
+    counts = []
+    with scripted(REPLY, model=reasoning) as served:
+        for route, body in bodies.items():
+            answer = served.ask("POST", f"/v1/{route}", {**body, "stream": stream})
+            last = answer.events[-2 if route == "messages" else -1] if stream else answer.json
+            usage = last.get("response", last)["usage"]
+            details = usage.get("output_tokens_details") or usage["completion_tokens_details"]
+            counts += details.values()
+    assert counts == [expected] * 3 and 0 < expected < len(ids)
+
+
+def test_the_count_does_not_depend_on_the_tokens_of_a_step(reasoning: LoadedModel) -> None:
+    ids = reasoning.tokenizer.encode(REPLY, add_special=False, allow_special=True)
+    counts = set()
+    for size in (1, 3, len(ids)):
+        reader = ReplyReader(reasoning.tokenizer, prompt_end="")
+        steps = [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
+        pieces = [reader.feed(SequenceOutput(1, step, (), (), None)) for step in steps]
+        counts.add(sum(piece.reasoning_tokens for piece in pieces))
+    assert len(counts) == 1
 
 
 def test_the_other_protocols_tell_the_same(scripted: Scripted, reasoning: LoadedModel) -> None:
