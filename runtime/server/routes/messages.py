@@ -95,7 +95,7 @@ class MessageRendering:
         content: list[dict[str, Any]] = []
         if reply.reasoning:
             thinking = reply.reasoning if self._shown else ""
-            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
+            content.append({"type": "thinking", "thinking": thinking, "signature": self._signature()})
         if reply.content:
             content.append({"type": "text", "text": reply.content})
         for call in reply.calls:
@@ -119,8 +119,14 @@ class MessageRendering:
 
     def _close(self) -> Iterable[bytes]:
         if self._kind:
+            if self._kind == "thinking":
+                yield self._delta({"type": "signature_delta", "signature": self._signature()})
             self._kind = ""
             yield _event("content_block_stop", index=self._block)
+
+    def _signature(self) -> str:
+        # It is not checked here, but clients send reasoning back in the next turn only with one.
+        return self._ids.next("sig_")
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._block, delta=delta)

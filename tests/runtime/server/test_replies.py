@@ -98,6 +98,10 @@ def test_the_other_protocols_tell_the_same(scripted: Scripted, reasoning: Loaded
         starts = [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"]
         assert starts == ["thinking", "text", "tool_use", "tool_use"]
         assert [one["index"] for one in events if one["type"] == "content_block_stop"] == [0, 1, 2, 3]
+        # Clients send reasoning back only with the signature that ends its block.
+        thought = [one["delta"] for one in events if one["type"] == "content_block_delta" and one["index"] == 0]
+        assert [delta["type"] for delta in thought[-2:]] == ["thinking_delta", "signature_delta"]
+        assert thought[-1]["signature"] and message["content"][0]["signature"]
         tool = {"type": "function", **TOOL["function"]}
         ask = {"model": "pico", "input": "Go", "tools": [tool]}
         whole = served.ask("POST", "/v1/responses", ask).json["output"]
