@@ -206,7 +206,7 @@ class Guard:
         host = host_of(hosts[0]) if len(hosts) == 1 and "://" not in hosts[0] else ""
         known = host == "localhost" or host.endswith(".localhost") or host in self._server.settings.hosts
         if not known and not _is_address(host):
-            message = f"host {host[:100]!r} is not allowed; --allow-host of mycli serve allows it"
+            message = f"host {host[:100]!r} is none of those that the server was started with"
             raise ApiError(403, message, "host_not_allowed")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
@@ -215,7 +215,7 @@ class Guard:
             return
         host = headers.get("host", "")
         if origin not in (f"{scope['scheme']}://{host}", f"https://{host}"):  # a reverse proxy may have ended TLS
-            message = f"origin {origin[:100]!r} is not allowed; --cors of mycli serve allows it"
+            message = f"origin {origin[:100]!r} is none of those that the server was started with"
             raise ApiError(403, message, "origin_not_allowed")
 
     def _check_key(self, headers: Headers) -> ApiKey | None:
