@@ -43,13 +43,37 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^" + "\r\n" + r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[" + "\r\n" + r"]*|\s*[" + "\r\n" + r"]+|\s+(?!\S)|\s+"
 )
-_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")
+_LINE_END, _CODER_ASIAN = "[\r\n]", "[一-龥ࠀ-一가-\ud7ff]+"
+_CODER = (_LINE_END, r"\s?\p{L}+", r"\s?\p{P}+", _CODER_ASIAN)
+# Letters with case, but not those of every Unicode version.
+_CASED_LETTERS = (
+    r"\s?["
+    r"A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
+    r"ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-"
+    r"ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+    r"]+"
+)
+_DEEPSEEK_LLM_PUBLISHED = (_LINE_END, _CASED_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CODER_ASIAN)
+# The published `\s+$` looks for the end from every blank of a run; this one only from the first.
+_DEEPSEEK_LLM = (*_DEEPSEEK_LLM_PUBLISHED[:3], r"(?<!\s)\s++$", _CODER_ASIAN)
+_NO_HAN = r"&&[^\p{Han}]]"
+_KIMI = (
+    rf"\p{{Han}}+|{_UPPER[:-1]}{_NO_HAN}*{_LOWER[:-1]}{_NO_HAN}+{_SUFFIX}"
+    rf"|{_UPPER[:-1]}{_NO_HAN}+{_LOWER[:-1]}{_NO_HAN}*{_SUFFIX}" + r"|\p{N}{1,3}" + _TAIL
+)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+    f"{_UPPER}*{_LOWER}+{_SUFFIX}|{_UPPER}+{_LOWER}*{_SUFFIX}" + r"|\p{N}" + _CASED_TAIL,
+)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_MINICPM5 = (_THREE_DIGITS, _HEAD + r"|\p{N}+" + _TAIL)
 
 # Patterns that are safe to run in this process: backtracking is bounded by a run of letters, digits, marks or blanks.
 KNOWN_PATTERNS = frozenset(
     (
         *(LLAMA3, QWEN2, QWEN35, GPT2, TEKKEN, O200K, SEED, JAIS2, _THREE_DIGITS, _KANA, _DEEPSEEK, *_CODER),
         *(_LINES, _ASIAN, _PHRASES, _ALIGNED_NUMBERS, *_ALIGNED),
+        *(*_DEEPSEEK_LLM, _KIMI, *_YOUTU, _BAILING, *_MINICPM5),
         r"\p{N}",
         r"[0-9]",
         "[0-9][0-9][0-9]",
@@ -108,15 +132,23 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "qwen35": PreTokenizer((QWEN35,), nfc=True),
     "gpt-2": _GPT2,
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "mellum"), _GPT2),
+    **dict.fromkeys(("gigachat", "a.x-4.0"), _GPT2),
     "smollm": _SMOLLM,
-    **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone", "mellum2"), _SMOLLM),
+    **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone", "mellum2", "minerva-7b"), _SMOLLM),
     "command-r": PreTokenizer(individual_digits=True, gpt2=True, nfc=True),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": _O200K,
     **dict.fromkeys(("llama4", "kanana2", "minimax-m2"), _O200K),
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,
     "deepseek-coder": PreTokenizer(_CODER, individual_digits=True),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM, _DEEPSEEK_LLM_PUBLISHED, individual_digits=True),
+    "kimi-k2": PreTokenizer((_KIMI,), ignore_merges=True),
+    "youtu": PreTokenizer(_YOUTU, ignore_merges=True),
+    "bailingmoe2": PreTokenizer((_BAILING,)),
+    "bailingmoe": PreTokenizer((_BAILING,)),
+    "minicpm5": PreTokenizer(_MINICPM5, ignore_merges=True),
     "seed-coder": PreTokenizer((SEED,)),
     "jais-2": PreTokenizer((JAIS2,)),
     "laguna": PreTokenizer((_LINES, QWEN2)),

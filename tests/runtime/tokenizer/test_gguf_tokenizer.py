@@ -225,6 +225,26 @@ def test_several_templates_keep_their_names() -> None:
     assert templates == [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("deepseek-llm", "I|'|m| |中文|abc| |1|2|3|4| don|'|t|한글|x|\n|\n| | é|\u0301| ab|!!| "),
+        ("kimi-k2", "I'm| |中文|abc| |123|4| don't|한글x|\n\n| | é\u0301| ab|!!| "),
+        ("youtu", "I'm| |中文|abc| |1|2|3|4| don't|한글|x|\n\n| | é\u0301| ab|!!| "),
+        ("bailingmoe2", "I|'m| 中文abc| |1|2|3|4| don|'t|한글x|\n\n| | é|\u0301| ab|!!| "),
+        ("minicpm5", "I|'m| 中文abc| |123|4| don|'t|한글x|\n\n| | é|\u0301| ab|!!| "),
+        ("minerva-7b", "I|'m| 中文abc| |1|2|3|4| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
+        ("gigachat", "I|'m| 中文abc| 1234| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
+    ],
+)
+def test_rules_that_transformers_does_not_know(name: str, pieces: str) -> None:
+    """llama.cpp cuts so, too: `python -m tests.benchmarks.gguf_rules`."""
+    text = pieces.replace("|", "")
+    empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    cutter: Any = tokenizers.Tokenizer.from_str(json.dumps({**empty, **PRE_TOKENIZERS[name].sections()})).pre_tokenizer
+    assert [text[start:stop] for _, (start, stop) in cutter.pre_tokenize_str(text)] == pieces.split("|")
+
+
 @pytest.mark.parametrize("name", theirs.GGUF_PRE_TOKENIZER_SPLITS)
 def test_rules_are_those_that_transformers_knows(name: str) -> None:
     if name not in PRE_TOKENIZERS:
