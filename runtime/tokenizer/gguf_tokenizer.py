@@ -18,8 +18,16 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.to
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges are ranked by id, not by score
 SPECIAL_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Control tokens that end a reply whatever their key: llama.cpp finds them by their text, too.
-_EOS_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<turn|>")
+# Tokens that end a reply whatever their key and type: llama.cpp finds them by their text, too.
+_EOS_TEXTS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),
+        *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<｜end▁of▁sentence｜>", "[e~["),
+    )
+)
+# With these, <|end|> ends only a message of a reply: gpt-oss, Solar Open.
+_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>", "<|flush|>"})
 _SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 
@@ -28,13 +36,14 @@ def ggml_key(name: str) -> str:
 
 
 def read_tokens(metadata: Fields) -> tuple[list[str], list[int]]:
-    """Return the tokens by id and their types. Raises ModelError for missing or mismatched lists."""
+    """Return the tokens by id and their types, CONTROL for known ends. Raises ModelError for mismatched lists."""
     tokens = metadata.array(ggml_key("tokens"), str, _MAX_TOKENS)
     if not tokens:
         raise metadata.fail(ggml_key("tokens"), "is missing or empty", _SUPPORTED)
     types = [NORMAL] * len(tokens)
     if metadata.values.get(ggml_key("token_type")) is not None:
-        types = _numbers(metadata, "token_type", len(tokens), int)
+        stored = _numbers(metadata, "token_type", len(tokens), int)
+        types = [CONTROL if text in _EOS_TEXTS else kind for text, kind in zip(tokens, stored, strict=True)]
     longest = max(map(len, tokens))
     if longest > _MAX_TOKEN_CHARACTERS:
         raise metadata.fail(ggml_key("tokens"), f"holds a token of {longest} characters")
@@ -64,10 +73,11 @@ def token_id(metadata: Fields, name: str, count: int) -> int | None:
 
 def eos_token_ids(metadata: Fields) -> list[int]:
     """Return the ids that end a reply: of the keys eos, eot and eom, and of tokens with well-known text."""
-    tokens, types = read_tokens(metadata)
+    tokens, _ = read_tokens(metadata)
     ids = [index for name in ("eos", "eot", "eom") if (index := token_id(metadata, name, len(tokens))) is not None]
-    known = frozenset(_EOS_TEXTS)
-    ids += [i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL and text in known]
+    ids += [index for index, text in enumerate(tokens) if text in _EOS_TEXTS]
+    if any(ends <= {tokens[index] for index in ids} for ends in _MESSAGES):
+        ids = [index for index in ids if tokens[index] != "<|end|>"]
     return list(dict.fromkeys(ids))
 
 

@@ -213,6 +213,28 @@ def test_ends_by_key_and_by_text() -> None:
     assert eos_token_ids(as_read(metadata)) == [2, 3, len(metadata["tokenizer.ggml.tokens"]) - 2]
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (["<|call|>", "<|end|>", "<|return|>"], ["<|call|>", "<|return|>"]),  # gpt-oss
+        (["<|calls|>", "<|end|>", "<|flush|>"], ["<|calls|>", "<|flush|>"]),  # Solar Open
+        (["<|end|>", "<|call|>", "[EOT]", "<s>x"], ["<|end|>", "<|call|>", "[EOT]"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_ends_are_those_of_llama_cpp(texts: list[str], ends: list[str], kind: int) -> None:
+    """They count whatever their type; an end of a message does not end the reply."""
+    metadata = sentencepiece()
+    tokens = [*metadata["tokenizer.ggml.tokens"], *texts]
+    metadata |= {"tokenizer.ggml.tokens": tokens}
+    metadata["tokenizer.ggml.token_type"] += len(texts) * [kind]
+    metadata["tokenizer.ggml.scores"] += len(texts) * [0.0]
+    found = eos_token_ids(as_read({**metadata, "tokenizer.ggml.eot_token_id": tokens.index("<|end|>")}))
+    assert {tokens[index] for index in found} == {"</s>", *ends}
+    added = {token["content"]: token["special"] for token in tokenizer_json(as_read(metadata))["added_tokens"]}
+    assert all(added[text] for text in ends)
+
+
 def test_several_templates_keep_their_names() -> None:
     metadata = sentencepiece(
         **{
