@@ -35,12 +35,14 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     # glm4moe).
     partial_rotary = model.integer("rope.dimension_count", head_dim) / head_dim
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial_rotary}
-    kind = model.text("rope.scaling.type", "none")
+    # Files of 2023 have a factor without a type, under the older name; 0 stands for none.
+    kind, factor = model.text("rope.scaling.type", "linear"), model.number("rope.scale_linear", 0.0)
+    factor = model.number("rope.scaling.factor", factor) or 1.0
     if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": model.number("rope.scaling.factor")}
+        rope |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
     elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": model.number("rope.scaling.factor")}
-        rope["original_max_position_embeddings"] = model.integer("rope.scaling.original_context_length")
+        context = model.integer("rope.scaling.original_context_length", model.integer("context_length", low=1))
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
         for key, name in (
             ("yarn_attn_factor", "attention_factor"),
             ("yarn_beta_fast", "beta_fast"),

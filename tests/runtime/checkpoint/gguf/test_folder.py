@@ -42,6 +42,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         scaled("linear", factor=2.5),
         {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.5},
     ),
+    "llama-rope-linear-of-2023": ("llama", "llama", scaled("linear", factor=2.5), {"llama.rope.scale_linear": 2.5}),
+    "llama-rope-linear-without-type": (
+        "llama",
+        "llama",
+        scaled("linear", factor=2.5),
+        {"llama.rope.scaling.factor": 2.5},
+    ),
+    "llama-rope-linear-1": ("llama", "llama", {}, {"llama.rope.scaling.type": "linear"}),
+    "llama-rope-yarn-of-the-whole-context": (
+        "llama",
+        "llama",
+        scaled("yarn", factor=4.0, original_max_position_embeddings=64),
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+    ),
     "llama-rope-yarn": (
         "llama",
         "llama",
