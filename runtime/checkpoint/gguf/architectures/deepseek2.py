@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu: latent attention; routed experts, or none."""
+"""DeepSeek-V2 and V3, Kimi K2, Mistral Large 3, GLM-4.7-Flash, Youtu: latent attention; routed experts, or none."""
 
 import math
 from typing import Any
@@ -22,6 +22,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 # Versions of the converter before 2026 wrote no expert_gating_func; llama.cpp knows GLM-4.7-Flash by its vocabulary.
 _GLM_VOCABULARY = 154880
 _LOG_SCALE = 0.1  # of YaRN's logarithm
+TEMPERATURE_SCALE, TEMPERATURE_LENGTH = "attention.temperature_scale", "attention.temperature_length"
 
 
 def _mixture(config: ModelConfig) -> ExpertsSpec | None:
@@ -48,23 +49,43 @@ def _read_experts(model: GgufModel, config: Config) -> Config:
     return {**sizes, "model_type": "deepseek_v2", "topk_method": method}
 
 
-def _read_config(model: GgufModel, config: Config) -> Config:
+def read_temperature(model: GgufModel, read: Config) -> Config:
+    """Return the config fields `read` with queries scaled by position, as Mistral's models have them."""
+    rope, scale = dict(read["rope_parameters"]), model.number(TEMPERATURE_SCALE, 0.0)
+    if scale and model.integer(TEMPERATURE_LENGTH) != rope.get("original_max_position_embeddings"):
+        raise model.metadata.fail(model.key(TEMPERATURE_LENGTH), "differs from rope.scaling.original_context_length")
+    if read.get("model_type") == "deepseek_v3":
+        raise model.metadata.fail(model.key(TEMPERATURE_SCALE), "is not supported with sigmoid-routed experts")
+    if rope["rope_type"] == "yarn":  # the converter leaves the scale out, and llama.cpp then scales no queries
+        rope["llama_4_scaling_beta"] = scale
+    return {**read, "model_type": "mistral4", "rope_parameters": rope}
+
+
+def read_latent_config(model: GgufModel, config: Config) -> Config:
+    """Return the config fields of latent attention and of the experts."""
     rope_dim, rope = config["head_dim"], dict(config["rope_parameters"])
     if model.has("rope.scaling.yarn_log_multiplier"):
         # The file has a tenth of it, and no key for mscale, which equals it in all published models.
         magnitude = model.number("rope.scaling.yarn_log_multiplier") / _LOG_SCALE
         rope |= {"mscale": magnitude, "mscale_all_dim": magnitude}
+    # Files of before April 2025 have the sizes of whole heads in the keys of what the cache stores now.
+    mla = "_mla" if model.has("attention.key_length_mla") else ""
     read: Config = {
         "rope_parameters": rope,
         "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": model.integer("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": model.integer("attention.kv_lora_rank", low=1),
         "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": model.integer("attention.key_length_mla", low=rope_dim + 1) - rope_dim,
-        "v_head_dim": model.integer("attention.value_length_mla", low=1),
+        "qk_nope_head_dim": model.integer(f"attention.key_length{mla}", low=rope_dim + 1) - rope_dim,
+        "v_head_dim": model.integer(f"attention.value_length{mla}", low=1),
         "attention_bias": any(name.endswith(".attn_kv_a_mqa.bias") for name in model.tensors),
     }
     return {**read, **(_read_experts(model, config) if model.integer("expert_count", 0) else {})}
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    read = read_latent_config(model, config)
+    return read_temperature(model, read) if model.number(TEMPERATURE_SCALE, 0.0) else read
 
 
 def _write_keys(config: ModelConfig) -> dict[str, Any]:

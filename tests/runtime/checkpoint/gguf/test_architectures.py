@@ -186,6 +186,35 @@ def test_keys_and_values_that_nothing_reads_are_skipped(name: str) -> None:
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
 
 
+def test_latent_attention_of_before_the_smaller_cache_is_read() -> None:
+    """The keys had the sizes of whole heads, and both halves of kv_b were one tensor."""
+    facts = FACTS["deepseek_v2-yarn"]
+    whole = {"attention.head_count_kv": 4, "attention.key_length": 48, "attention.value_length": 32}
+    keys = {key: value for key, value in facts["keys"].items() if not key.endswith("_mla")}
+    halves = ("attn_k_b.weight", "attn_v_b.weight")
+    tensors = {name: shape for name, shape in facts["tensors"].items() if not name.endswith(halves)}
+    tensors |= {f"blk.{layer}.attn_kv_b.weight": [32, 4 * (32 + 32)] for layer in range(3)}
+    keys |= {f"deepseek2.{key}": value for key, value in whole.items()}
+    older, newer = _folder({**facts, "keys": keys, "tensors": tensors}), _folder(facts)
+    assert older.config.layer_specs == newer.config.layer_specs
+    assert {name: entry.shape for name, entry in older.checked_manifest().tensors.items()} == dict(
+        newer.config.tensors()
+    )
+
+
+def test_mistral_large_is_a_deepseek_with_queries_scaled_by_position() -> None:
+    facts = FACTS["mistral4-beyond"]
+    scaled = {"attention.temperature_scale": 0.1, "attention.temperature_length": 16}
+    keys = {**facts["keys"], **{f"mistral4.{key}": value for key, value in scaled.items()}}
+    renamed = {key.replace("mistral4.", "deepseek2."): value for key, value in keys.items()}
+    renamed["general.architecture"] = "deepseek2"
+    config = _folder({**facts, "keys": renamed}).config
+    assert config == replace(_folder({**facts, "keys": keys}).config, build_layer=config.build_layer)
+    assert config.rope_scaling.query_beta == pytest.approx(0.1)
+    with pytest.raises(ModelError, match=r"attention\.temperature_scale is not supported with sigmoid"):
+        _folder({**facts, "keys": {**renamed, "deepseek2.expert_gating_func": 2}})
+
+
 def test_multipliers_of_biases_and_tied_heads_stay() -> None:
     def folds(**changes: bool) -> bool:
         config = parse_config(Fields({**FACTS["falcon_h1-multipliers"]["config"], **changes}, "config.json"))
