@@ -5,7 +5,7 @@ compared elsewhere).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,32 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+def rewrite(path: Path, tensors: Callable[[dict[str, Tensor]], Mapping[str, Any]], **keys: Any) -> Path:
+    """Write the F32 file `path` again with the tensors that `tensors` makes of its own, and with further keys.
+
+    A tensor is fp32, or a pair of blocks of a ggml type and this type.
+    """
+    reader, target = gguf.GGUFReader(path), path.with_name(f"rewritten-{path.name}")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, stored in reader.fields.items():
+        if name not in ("general.architecture", *keys) and not name.startswith("GGUF."):
+            kinds = stored.types
+            writer.add_key_value(name, stored.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+    for name, value in keys.items():
+        _add(writer, name, value)
+    original = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    for name, values in tensors(original).items():
+        if isinstance(values, tuple):
+            writer.add_tensor(name, values[0], raw_dtype=values[1])
+        else:
+            writer.add_tensor(name, values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
 
 
 def byte_tokenizer(vocab_size: int) -> dict[str, Any]:

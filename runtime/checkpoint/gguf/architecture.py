@@ -262,14 +262,18 @@ class Architecture:
     def _rule(self, stored: str) -> TensorRule:
         return self._rules[re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)][1]
 
+    def rule(self, name: str, stored: str) -> TensorRule:
+        """Return the rule of the tensor with this Hugging Face name that the file has as `stored`."""
+        place = self.place(name)
+        assert place is not None  # the manifest has only tensors with a rule
+        return place.rule if place.in_metadata or stored == place.name else self._rule(stored)
+
     def joined(self, model: GgufModel, name: str, entry: TensorEntry) -> tuple[TensorEntry, ...]:
         """Return the parts of a tensor that the file stores as several, in order. Raises ModelError if they differ."""
         place = self.place(name)
-        if place is None or len(place.names) == 1:
-            return (entry,)
-        other = model.tensors.get(place.names[1])
-        if place.rule.by_head and entry.name != place.name:
+        if place is None or len(place.names) == 1 or entry.name != place.name:
             return (entry,)  # older files have one matrix
+        other = model.tensors.get(place.names[1])
         if other is None:
             raise damaged(f"{entry.file}: {place.names[1]} is missing")
         if place.expert is not None:

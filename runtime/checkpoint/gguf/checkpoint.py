@@ -121,6 +121,4 @@ class GgufCheckpoint(Checkpoint):
         return None if order is None else file_order(order, self._config, self.entry(name).shape[1]).argsort()
 
     def _rule(self, name: str) -> TensorRule:
-        place = self.architecture.place(name)
-        assert place is not None  # the manifest has only tensors with a rule
-        return place.rule
+        return self.architecture.rule(name, self.entry(name).name)

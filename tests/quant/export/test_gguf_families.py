@@ -10,6 +10,7 @@ import gguf
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.ggml.file import gguf_place, require_loadable
@@ -29,6 +30,7 @@ from tests.support.families import CASES
 from tests.support.family_parts import SMALL
 from tests.support.gguf_exports import CHANGES as GGUF_CHANGES
 from tests.support.gguf_exports import MULTIMODAL_NAMES, NAMES, READ_ALONE, make_exported
+from tests.support.gguf_files import rewrite
 from tests.support.models import CPU
 from tests.support.more_expert_families import BY_LAYER_TYPE
 
@@ -100,6 +102,27 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     }
     for tensor in reader.tensors:
         assert tensor.name in known or tensor.name.rpartition(".")[0] in known, tensor.name
+
+
+def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:
+    """Files of Qwen 3 Next of before 2026 have the rows in Hugging Face's order, as llama.cpp still reads them."""
+    request = _request("qwen3_next-8top3", tmp_path, "f32")
+    module, _ = find_export_target("gguf:f32")
+    path = module.export(request, silent).path
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+
+    def older(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        linear = [name.split(".")[1] for name in tensors if name.endswith("ssm_ba.weight")]
+        joined = {
+            f"blk.{layer}.ssm_in.weight": weights[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"].float()
+            for layer in linear
+        }
+        halves = {f"blk.{layer}.{part}.weight" for layer in linear for part in ("attn_qkv", "attn_gate")}
+        return {name: value for name, value in tensors.items() if name not in halves} | joined
+
+    newer, older_file = (open_model_folder(file).checkpoint() for file in (path, rewrite(path, older)))
+    for name in weights:
+        assert older_file.read(name).equal(newer.read(name)), name
 
 
 LOSSES = {

@@ -105,6 +105,7 @@ ARCHITECTURE = Architecture(
     layer_tensors={
         **DELTA_TENSORS,
         **SHARED_TENSORS,
+        "ssm_in": TensorRule("linear_attn.in_proj_qkvz"),  # in files of before 2026
         "attn_qkv": TensorRule(
             "linear_attn.in_proj_qkvz",
             RowRanges(_by_kind),
