@@ -13,7 +13,7 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.readers import Names, Reading, ReadWeight
 from mycli.quant.readers._digests import row_digests
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
-from mycli.runtime.checkpoint.gguf.checkpoint import file_order
+from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint, file_order
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError
@@ -137,6 +137,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their GGUF names, with rows and columns in the order of the file; experts as one stack."""
     config, weights = folder.config, Weights(folder)
     architecture = written_architecture(config)
+    if isinstance(weights.checkpoint, GgufCheckpoint):
+        weights.checkpoint.factors = {}  # tensors of their own for other programs
     stacks: dict[str, dict[int, Tensor]] = {}
     counts: dict[str, int] = {}
     places = {name: architecture.place(name) for name, _ in config.tensors()}

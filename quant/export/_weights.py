@@ -38,7 +38,8 @@ class Weights:
         checkpoint = self.checkpoint
         if not isinstance(checkpoint, GgufCheckpoint) or checkpoint.architecture.name != architecture.name:
             return {}
-        return {name: checkpoint.entry(name).dtype for name, _ in self._config.tensors() if self._is_in_blocks(name)}
+        names = [name for name, _ in self._config.tensors() if self._is_in_blocks(name)]
+        return {name: checkpoint.entry(name).dtype for name in names if name not in checkpoint.factors}
 
     def block_rows(self, name: str) -> Tensor:
         """Return the blocks of a tensor of a GGUF file, uint8 [rows, bytes], in Hugging Face's order of rows."""

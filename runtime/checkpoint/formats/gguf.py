@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales, _parts
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, TYPES_BY_NAME
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -55,10 +56,12 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     scales = torch.empty(shape, dtype=getattr(torch, packing.scale_dtype))
     offsets = torch.empty(shape, dtype=torch.float32) if packing.offsets else None
     factors: list[torch.Tensor] = []
-    columns = checkpoint.column_order(name)
+    columns, factor = checkpoint.column_order(name), checkpoint.factors.get(name)
+    if factor is not None and (packing.super_blocks or packing.scale_dtype != "float32"):
+        raise ModelError(f"{checkpoint.entry(name).name}: a scale of {kind.name} weights is not supported", "")
     for start, data in checkpoint.row_bytes(name):
         rows, part = slice(start, start + len(data)), pack_rows(data, kind, columns)
-        out[rows], scales[rows] = part.packed, part.scales
+        out[rows], scales[rows] = part.packed, part.scales if factor is None else part.scales * factor
         if offsets is not None and part.offsets is not None:
             offsets[rows] = part.offsets
         if part.factors is not None:

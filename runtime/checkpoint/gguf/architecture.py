@@ -177,6 +177,8 @@ class Architecture:
         for stored, entry in model.tensors.items():
             if stored in ROPE_TENSORS or self._is_ignored(model, stored, range(layers, blocks)):
                 continue
+            if self._scaled(model, stored) is not None:
+                continue
             name = self.hf_name(stored)
             if name is None:
                 raise ModelError(
@@ -253,6 +255,19 @@ class Architecture:
         first = self._followers.get(name)
         joined = first is not None and f"{layer[0]}{first}.{ending}" in model.tensors
         return joined or int(layer[1]) in unread
+
+    def _scaled(self, model: GgufModel, stored: str) -> str | None:
+        # The matrix that `stored` is a scale of, or the scale of its inputs, which are not quantized here.
+        name, _, ending = stored.rpartition(".")
+        is_scale = ending in ("scale", "input_scale") and self.hf_name(stored) is None
+        return f"{name}.weight" if is_scale and f"{name}.weight" in model.tensors else None
+
+    def scales(self, model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield GGUF names of matrices, and of each the tensor of one factor for all its values, or one per expert."""
+        for stored, entry in model.tensors.items():
+            matrix = self._scaled(model, stored)
+            if matrix is not None and stored.endswith(".scale"):
+                yield matrix, entry
 
     def _more_names(self, stored: str, name: str) -> Iterator[str]:
         rule = self._rule(stored)

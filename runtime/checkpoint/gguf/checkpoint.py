@@ -45,6 +45,7 @@ class GgufCheckpoint(Checkpoint):
         config: ModelConfig,
         architecture: Architecture,
         joined: Mapping[str, tuple[TensorEntry, ...]] | None = None,
+        factors: Mapping[str, float] | None = None,
         *,
         dtype: torch.dtype | None = None,
         allow_nonfinite: bool = False,
@@ -52,6 +53,7 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(manifest, allow_nonfinite=allow_nonfinite)
         self._dense_dtype = dtype or torch_dtype(config.dtype)
         self._config, self.architecture, self._joined = config, architecture, joined or {}
+        self.factors = factors or {}  # of the values in the file, by name; NVFP4 has some
 
     def dtype(self, name: str) -> torch.dtype:
         stored = TYPES_BY_NAME[self.entry(name).dtype].dtype
@@ -85,7 +87,7 @@ class GgufCheckpoint(Checkpoint):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`, contiguous on the CPU; values that `out` cannot hold are rounded."""
-        entry, change = self.entry(name), self._rule(name).change
+        entry, change, factor = self.entry(name), self._rule(name).change, self.factors.get(name, 1.0)
         if out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.shape}, not {tuple(out.shape)}, contiguous")
         if self._rule(name).by_head and name in self._joined:
@@ -93,7 +95,7 @@ class GgufCheckpoint(Checkpoint):
             return
         rows, columns = out.view(*entry.shape[:1], -1), self.column_order(name)
         for start, data in self.row_bytes(name):
-            values = dequantize_blocks(data, entry.dtype)
+            values = dequantize_blocks(data, entry.dtype) * factor
             if columns is not None:
                 values = values[:, columns]
             rows[start : start + len(data)] = values if change is None else change.load(values)
@@ -105,7 +107,7 @@ class GgufCheckpoint(Checkpoint):
         if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
             problem = f"{keys.shape[0]} heads of {keys.shape[1]} columns, its other half {tuple(values.shape)}"
             raise ModelError(f"{self._joined[name][0].name}: {problem}", code="pull-again")
-        out.copy_(torch.cat((keys.transpose(1, 2), values), dim=1).reshape(out.shape))
+        out.copy_(torch.cat((keys.transpose(1, 2), values), dim=1).reshape(out.shape) * self.factors.get(name, 1.0))
         if not self._allow_nonfinite:
             check_finite(out, name, code="allow-nonfinite")
 

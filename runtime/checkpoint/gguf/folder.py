@@ -1,6 +1,7 @@
 """A GGUF file as a model folder: metadata become config.json and tokenizer, tensors get Hugging Face names."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures import read_architecture
-from mycli.runtime.checkpoint.gguf.files import GgufFiles
+from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, GgufFiles, unpack_floats
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
 from mycli.runtime.checkpoint.gguf.types import LAYOUT, READABLE_NAMES, TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
@@ -126,6 +127,28 @@ class GgufFolder(ModelFolder):
         }
         return {name: entries for name, entries in parts.items() if len(entries) > 1}
 
+    def _factors(self) -> dict[str, float]:
+        # The factors of tensors by Hugging Face name.
+        model, architecture = self._model, self._architecture
+        stored = {}
+        for matrix, entry in architecture.scales(model):
+            data = self.files[entry.file].read(min(entry.nbytes, MAX_SMALL_TENSOR), entry.offset)
+            stored[matrix] = unpack_floats(entry, data)
+        factors = {}
+        for name, entry in self.manifest.tensors.items() if stored else ():
+            expert = re.search(r"\.experts\.(\d+)\.", name)
+            parts = {part.name for part in self._joined.get(name, (entry,))}
+            values = [stored.get(part, [1.0]) for part in parts]
+            index = 0 if expert is None else int(expert[1])
+            if any(len(value) != 1 and (expert is None or len(value) <= index) for value in values):
+                raise damaged(f"{entry.file}: {entry.name} has a wrong number of scales")
+            chosen = {value[0] if len(value) == 1 else value[index] for value in values}
+            if len(chosen) > 1:
+                raise ModelError(f"{entry.file}: {', '.join(sorted(parts))} have different scales", "")
+            if (factor := chosen.pop()) != 1.0:
+                factors[name] = factor
+        return factors
+
     def checked_manifest(self) -> Manifest:
         expected, tensors = dict(self.config.tensors()), self.manifest.tensors
         for name, entry in tensors.items():
@@ -197,6 +220,7 @@ class GgufFolder(ModelFolder):
             self.config,
             self._architecture,
             self._joined,
+            self._factors(),
             dtype=dtype,
             allow_nonfinite=allow_nonfinite,
         )

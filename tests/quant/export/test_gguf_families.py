@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.ggml.file import gguf_place, require_loadable
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.gguf.architectures import architectures, written_architecture
@@ -123,6 +124,42 @@ def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:
     newer, older_file = (open_model_folder(file).checkpoint() for file in (path, rewrite(path, older)))
     for name in weights:
         assert older_file.read(name).equal(newer.read(name)), name
+
+
+def _nvfp4(shape: tuple[int, ...]) -> tuple[Any, gguf.GGMLQuantizationType]:
+    # Random codes, with scales of about 1 at the start of a block.
+    blocks = torch.randint(256, (*shape[:-1], shape[-1] // 64, 36), dtype=torch.uint8)
+    blocks[..., :4] = torch.randint(0x30, 0x40, (*blocks.shape[:-1], 4), dtype=torch.uint8)
+    return blocks.flatten(-2).numpy(), gguf.GGMLQuantizationType.NVFP4
+
+
+def test_scales_next_to_nvfp4_weights_are_multiplied(tmp_path: Path) -> None:
+    """The converter writes one for a matrix, one per expert for a stack; scales of inputs make no difference here."""
+    request = _request("qwen3_moe-8top2", tmp_path, "f32")
+    module, _ = find_export_target("gguf:f32")
+    names = ("blk.0.attn_q", "blk.1.ffn_gate_exps")
+    matrices: dict[str, torch.Tensor] = {}
+
+    def quantized(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        changed: dict[str, Any] = {}
+        for name in names:
+            shape = tuple(tensors[f"{name}.weight"].shape)
+            changed[f"{name}.weight"] = _nvfp4(shape)
+            scales = torch.linspace(0.3, 0.7, shape[0] if len(shape) > 2 else 1)
+            changed |= {f"{name}.scale": scales, f"{name}.input_scale": 2 * scales}
+            values = torch.from_numpy(gguf.quants.dequantize(*changed[f"{name}.weight"])).view(shape)
+            matrices[name] = values * scales.view(-1, *[1] * (len(shape) - 1))
+        return {**tensors, **changed}
+
+    folder = open_model_folder(rewrite(module.export(request, silent).path, quantized))
+    checkpoint, weights = folder.checkpoint(dtype=torch.float32), Weights(folder)
+    expected = {"model.layers.0.self_attn.q_proj.weight": matrices[names[0]]}
+    for index, expert in enumerate(matrices[names[1]]):
+        expected[f"model.layers.1.mlp.experts.{index}.gate_proj.weight"] = expert
+    for name, values in expected.items():
+        torch.testing.assert_close(checkpoint.read(name), values)
+        torch.testing.assert_close(exact_values(weights.packed(name)), values)
+    assert not expected.keys() & weights.blocks(written_architecture(folder.config)).keys()  # not copied without them
 
 
 LOSSES = {
