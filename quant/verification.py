@@ -1,6 +1,6 @@
 """Compares what another program reads from a model with the expected weights, and its logits with ours."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,11 @@ from mycli.runtime.errors import ModelError
 
 TOKENS = 16  # of the passes whose logits are compared
 MISSING = "the program has no such weight"
+# The tensor that a converter may have joined a part to, its parts, and the axis along which they follow one another.
+_JOINED = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v"), ("attn_qkv", 3, 0)),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), ("ffn_gate_up_exps", 2, 1)),
+}
 _SHARED = 0.8  # least share of common tokens, for a program that returns only its likeliest ones
 
 
@@ -73,7 +78,9 @@ def verify_reading(
     """Compare a reading of `model` with the exact values of `reference`, rounded to the dtypes of the program."""
     expected: Iterator[tuple[str, Tensor]] = iter(())
     if reading.weights:
-        expected = _gguf_weights(reference) if names == "gguf" else _folder_weights(reference)
+        expected = _folder_weights(reference)
+        if names == "gguf":
+            expected = _joined(_gguf_weights(reference), reading.weights)
     faults, seen = [], set()
     total = len(reading.weights)
     for name, values in expected:
@@ -137,11 +144,14 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their GGUF names, with rows and columns in the order of the file; experts as one stack."""
     config, weights = folder.config, Weights(folder)
     architecture = written_architecture(config)
+    stored: dict[str, str] = {}
     if isinstance(weights.checkpoint, GgufCheckpoint):
         weights.checkpoint.factors = {}  # tensors of their own for other programs
+        if weights.checkpoint.architecture.name == architecture.name:
+            stored = {name: entry.name for name, entry in weights.checkpoint.manifest.tensors.items()}
     stacks: dict[str, dict[int, Tensor]] = {}
     counts: dict[str, int] = {}
-    places = {name: architecture.place(name) for name, _ in config.tensors()}
+    places = {name: architecture.place(name, stored.get(name, "")) for name, _ in config.tensors()}
     for place in places.values():
         if place is not None and place.expert is not None:
             counts[place.name] = counts.get(place.name, 0) + 1
@@ -165,7 +175,10 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
             stack = stacks.setdefault(place.name, {})
             stack[place.expert] = values
             if len(stack) == counts[place.name]:
-                yield place.name, torch.stack([stack[index] for index in sorted(stack)])
+                whole = torch.stack([stack[index] for index in sorted(stack)])
+                if "{expert}" in rule.name and rule.more_names:  # gate and up of an expert follow one another
+                    whole = whole.view(-1, (1 + len(rule.more_names)) * whole.shape[1], *whole.shape[2:])
+                yield place.name, whole
                 del stacks[place.name]
             continue
         if rule.by_head:
@@ -176,6 +189,26 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
         yield from zip(place.names, parts, strict=True)
         if name == EMBEDDING_TENSOR and architecture.own_head and config.tie_embeddings:
             yield HEAD, values
+
+
+def _joined(weights: Iterator[tuple[str, Tensor]], read: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights; those that the program has as one tensor joined: q, k and v, or gate and up of experts."""
+    waiting: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, values in weights:
+        tensor, _, ending = name.rpartition(".")
+        block, _, part = tensor.rpartition(".")
+        joined, count, axis = _JOINED.get(part, ("", 0, 0))
+        whole = f"{block}.{joined}.{ending}"
+        if name in read or whole not in read:
+            yield name, values
+            continue
+        parts = waiting.setdefault(whole, [])
+        parts.append((name, values))
+        if len(parts) == count:
+            del waiting[whole]
+            yield whole, torch.cat([values for _, values in parts], dim=axis)
+    for parts in waiting.values():
+        yield from parts
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from mycli.runtime.hub.resolve import Source
 from tests.support.command_line import Mycli
 from tests.support.engines import whole
 from tests.support.gguf_exports import make_exported
+from tests.support.gguf_files import rewrite
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 
@@ -78,6 +79,27 @@ def _change(path: Path, tensor: str, change: Callable[[bytearray], None]) -> Non
     change(part)
     data[entry.offset : entry.offset + entry.nbytes] = part
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3_moe-8top2"])
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_tensors_that_a_converter_joined_pass(name: str, by_reference: bool, tmp_path: Path) -> None:
+    """llama.cpp's converter joins them with --fuse-qkv and --fuse-gate-up-exps."""
+
+    def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = dict(tensors)
+        for first, others, joined in (
+            ("attn_q.", ("attn_k.", "attn_v."), "attn_qkv."),
+            ("ffn_gate_exps.", ("ffn_up_exps.",), "ffn_gate_up_exps."),
+        ):
+            for stored in [stored for stored in tensors if first in stored]:
+                parts = [result.pop(stored.replace(first, part)) for part in (first, *others)]
+                result[stored.replace(first, joined)] = torch.cat(parts, dim=1 if "exps" in first else 0)
+        return result
+
+    path = rewrite(_export(tmp_path, name, ":f32"), fused)
+    verified = _verify(path, "gguf-py", tmp_path / "hf" if by_reference else None)
+    assert verified.faults == () and verified.weights == len(GgufFiles.open(path).header.tensors)
 
 
 def test_one_scale_of_the_wrong_sign_is_found(tmp_path: Path) -> None:

@@ -151,25 +151,29 @@ class Architecture:
         name, _ = self._rules[pattern]
         return name if layer is None else name.replace("{layer}", str(int(layer[1])))
 
-    def place(self, name: str) -> Place | None:
-        """Return where the tensor with this Hugging Face name is stored; None if the architecture lacks it."""
+    def place(self, name: str, stored: str = "") -> Place | None:
+        """Return where the tensor with this Hugging Face name is stored; None if the architecture lacks it.
+
+        stored: the name by which a file has it, of several that are read.
+        """
         layer, expert = re.match(r"model\.layers\.(\d+)\.", name), re.search(r"\.(?:experts|norms)\.(\d+)\.", name)
         pattern = name if layer is None else f"model.layers.{{layer}}.{name[layer.end() :]}"
         if expert is not None:
             pattern = re.sub(r"\.(experts|norms)\.\d+\.", rf".\1.{_EXPERT}.", pattern)
         names = self._recurrent_names if layer is not None and int(layer[1]) in self.recurrent_layers else {}
-        stored = names.get(pattern, self._stored_names.get(pattern))
-        if stored is None:
+        known = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)
+        written = known if known in self._rules else names.get(pattern, self._stored_names.get(pattern))
+        if written is None:
             keys = [key for key, part in self.key_tensors.items() if pattern == f"model.layers.{{layer}}.{part}"]
             return Place(keys[0], TensorRule(pattern), int(layer[1]), in_metadata=True) if layer and keys else None
-        rule = self._rules[stored][1]
+        rule = self._rules[written][1]
         if layer is not None:
-            stored = stored.replace("{layer}", layer[1])
+            written = written.replace("{layer}", layer[1])
         parts = [rule.name, *rule.more_names]
         if expert is None:
-            return Place(stored, rule, parts.index(name.rpartition(".")[0]) if rule.more_names else None)
+            return Place(written, rule, parts.index(name.rpartition(".")[0]) if rule.more_names else None)
         index = next(index for index, part in enumerate(parts) if f".{part}." in f"{pattern[7:]}.")
-        return Place(stored, rule, int(expert[1]) * len(parts) + index)
+        return Place(written, rule, int(expert[1]) * len(parts) + index)
 
     def tensors(self, model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
@@ -276,12 +280,6 @@ class Architecture:
 
     def _rule(self, stored: str) -> TensorRule:
         return self._rules[re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)][1]
-
-    def rule(self, name: str, stored: str) -> TensorRule:
-        """Return the rule of the tensor with this Hugging Face name that the file has as `stored`."""
-        place = self.place(name)
-        assert place is not None  # the manifest has only tensors with a rule
-        return place.rule if place.in_metadata or stored == place.name else self._rule(stored)
 
     def joined(self, model: GgufModel, name: str, entry: TensorEntry) -> tuple[TensorEntry, ...]:
         """Return the parts of a tensor that the file stores as several, in order. Raises ModelError if they differ."""

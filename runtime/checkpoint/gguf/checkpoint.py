@@ -123,4 +123,6 @@ class GgufCheckpoint(Checkpoint):
         return None if order is None else file_order(order, self._config, self.entry(name).shape[1]).argsort()
 
     def _rule(self, name: str) -> TensorRule:
-        return self.architecture.rule(name, self.entry(name).name)
+        place = self.architecture.place(name, self.entry(name).name)
+        assert place is not None  # the manifest has only tensors with a rule
+        return place.rule
