@@ -32,8 +32,14 @@ if TYPE_CHECKING:  # describing a model needs no torch
     import torch
 
     from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, PoolingMode
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
+_POOLING: Mapping[int, "PoolingMode"] = {
+    1: "mean",
+    2: "cls",
+    3: "last",
+}  # by value of pooling_type; others compute none
 # field of generation_config.json by key of general.sampling
 _SAMPLING = {
     "temp": "temperature",
@@ -189,6 +195,14 @@ class GgufFolder(ModelFolder):
             "tokenizer_config.json": self.tokenizer_settings().values,
         }
         return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() for name, value in files.items()}
+
+    @cached_property
+    def embedding(self) -> "EmbeddingSpec | None":
+        """The pooling of an embedding model, whose vectors llama.cpp's server normalizes; None for other models."""
+        from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
+
+        pooling = _POOLING.get(self._model.integer("pooling_type", 0))
+        return None if pooling is None else EmbeddingSpec((pooling,), normalize=True)
 
     def source_files(self) -> list[Path]:
         changes = [] if self.adapter is None else self.adapter.source_files()

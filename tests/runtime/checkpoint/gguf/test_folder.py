@@ -19,6 +19,7 @@ from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_Q
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, PoolingMode
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.tokenizer.chat_template import Message
@@ -243,6 +244,15 @@ def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "top_p" in warnings[0]
 
 
+@pytest.mark.parametrize(("value", "mode"), [(None, None), (0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)])
+def test_pooling_of_embedding_models(value: int | None, mode: PoolingMode | None, tmp_path: Path) -> None:
+    config = json.loads((PICO / "config.json").read_text())
+    keys = gguf_files.byte_tokenizer(4096) | ({} if value is None else {"llama.pooling_type": value})
+    gguf_files.write_model(PICO, tmp_path / "a.gguf", "llama", "BF16", config, keys)
+    expected = None if mode is None else EmbeddingSpec((mode,), normalize=True)
+    assert open_model_folder(tmp_path / "a.gguf").embedding == expected
+
+
 # In addition to those of tests/attacks/gguf_model_attacks.py.
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "other-architecture": ({"general.architecture": "mamba"}, "general.architecture"),
@@ -260,6 +270,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "partial-rotation": ({"llama.rope.dimension_count": 32}, "partial_rotary_factor"),
     "unknown-scaling": ({"llama.rope.scaling.type": "magic"}, "magic"),
     "experts": ({"llama.expert_count": 8}, "expert_used_count"),
+    "every-token-sees-all": ({"llama.attention.causal": False}, "attention.causal"),
     "context-0": ({"llama.context_length": 0}, "context_length"),
 }
 
