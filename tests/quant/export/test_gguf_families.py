@@ -126,6 +126,31 @@ def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:
         assert older_file.read(name).equal(newer.read(name)), name
 
 
+def test_rows_that_rotate_as_halves_are_read(tmp_path: Path) -> None:
+    """The converter writes those of GLM-4.1V so, next to the sections of image positions."""
+    request = _request("glm4-half-turned", tmp_path, "f32")
+    module, _ = find_export_target("gguf:f32")
+    path = module.export(request, silent).path
+    config = request.folder.config
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
+
+    def halves(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = dict(tensors)
+        for name, values in tensors.items():
+            part = name.split(".")[-2]
+            if part in heads:
+                rows = values.view(heads[part], config.head_dim, -1)
+                rotated, rest = rows.split([config.rotary_dim or 0, config.head_dim - (config.rotary_dim or 0)], dim=1)
+                result[name] = torch.cat((rotated[:, ::2], rotated[:, 1::2], rest), dim=1).reshape(values.shape)
+        assert all(f"blk.0.attn_q.{kind}" in result for kind in ("weight", "bias"))
+        return result
+
+    vision = rewrite(path, halves, **{"glm4.rope.dimension_sections": [2, 1, 1, 0]})
+    expected, actual = (open_model_folder(file).checkpoint() for file in (path, vision))
+    for name in expected.manifest.tensors:
+        assert actual.read(name).equal(expected.read(name)), name
+
+
 def _nvfp4(shape: tuple[int, ...]) -> tuple[Any, gguf.GGMLQuantizationType]:
     # Random codes, with scales of about 1 at the start of a block.
     blocks = torch.randint(256, (*shape[:-1], shape[-1] // 64, 36), dtype=torch.uint8)

@@ -3,10 +3,12 @@
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, TensorRule
 
+SECTIONS = "glm4.rope.dimension_sections"  # of image positions
 ARCHITECTURE = Architecture(
     name="glm4",
     model_type="glm4",
     written_types=("glm4",),
+    reads=lambda metadata, experts: not metadata.has(SECTIONS),
     has_mtp_blocks=True,
     layer_tensors={
         **LLAMA_TENSORS,
