@@ -1,5 +1,6 @@
 """Ling 3.0: Kimi Delta Attention in most layers, latent attention gated by head in the others."""
 
+from array import array
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
@@ -36,9 +37,15 @@ _TENSORS = {
     "ssm_g_a": TensorRule("attention.g_proj"),
     "attn_gate": TensorRule("attention.g_proj"),
 }
+# With positions of images llama.cpp rotates halves, without them neighbours.
+_UNSUPPORTED = ("rope.dimension_sections", "swiglu_clamp_exp", "swiglu_clamp_shexp")
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
+    for name in _UNSUPPORTED:
+        stored = model.metadata.values.get(model.key(name))
+        if any(stored) if isinstance(stored, list | array) else stored:
+            raise model.metadata.fail(model.key(name), "is not supported")
     recurrent = read_recurrent_layers(model, config["num_hidden_layers"])
     return {
         **read_latent_keys(model, config["head_dim"]),

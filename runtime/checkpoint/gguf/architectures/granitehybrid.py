@@ -1,7 +1,7 @@
 """Granite 4 H with experts: Mamba-2 in the layers without key-value heads, and a shared MLP."""
 
 from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, GgufKey
-from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
+from mycli.runtime.checkpoint.gguf.architectures.granite import FINETUNED, GRANITE_KEYS
 from mycli.runtime.checkpoint.gguf.experts import expert_tensors, joined_shared_expert
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
@@ -40,7 +40,7 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     return {
         **read_hybrid_fields(model),
         "layer_types": ["attention" if count else "mamba" for count in heads],
-        "position_embedding_type": "rope" if model.boolean("rope.scaling.finetuned", False) else "nope",
+        "position_embedding_type": "rope" if model.boolean(FINETUNED, True) else "nope",
     }
 
 

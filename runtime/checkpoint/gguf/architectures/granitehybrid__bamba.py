@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, Architecture, Config, linear_biases
+from mycli.runtime.checkpoint.gguf.architectures.granite import FINETUNED
 from mycli.runtime.checkpoint.gguf.architectures.granitehybrid import SHARED_LENGTH
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
@@ -31,8 +32,8 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     for name in _SCALES:
         if model.number(name, 0.0):
             raise model.metadata.fail(model.key(name), "is not supported without a shared MLP")
-    if not model.boolean("rope.scaling.finetuned", True):
-        raise model.metadata.fail(model.key("rope.scaling.finetuned"), "= false is not supported without a shared MLP")
+    if not model.boolean(FINETUNED, True):
+        raise model.metadata.fail(model.key(FINETUNED), "= false is not supported without a shared MLP")
     heads = model.layer_values("attention.head_count_kv", config["num_hidden_layers"])
     return {
         **linear_biases(model, config),

@@ -281,6 +281,30 @@ def test_a_hybrid_without_a_shared_mlp_is_a_bamba(key: str, value: object) -> No
         _folder({**facts, "keys": {**facts["keys"], f"granitehybrid.{key}": value}})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope.dimension_sections", [2, 3, 3, 0]), ("swiglu_clamp_exp", [0.0, 7.0, 0.0]), ("swiglu_clamp_shexp", 7.0)],
+)
+def test_what_ling_has_no_layer_for_is_refused(key: str, value: Any) -> None:
+    facts = FACTS["bailing_hybrid-8top3"]
+    with pytest.raises(ModelError, match=f"{key} is not supported"):
+        _folder({**facts, "keys": {**facts["keys"], f"bailingmoe3.{key}": value}})
+    neutral = [0 * number for number in value] if isinstance(value, list) else 0.0
+    assert _folder({**facts, "keys": {**facts["keys"], f"bailingmoe3.{key}": neutral}}).config.layers
+
+
+def test_queries_of_granite_rotate_unless_the_file_says_otherwise() -> None:
+    facts, key = FACTS["granitemoehybrid-8top3"], "granitehybrid.rope.scaling.finetuned"
+    for value in (False, True, None):
+        keys = {name: old for name, old in facts["keys"].items() if name != key} | (
+            {} if value is None else {key: value}
+        )
+        assert bool(_folder({**facts, "keys": keys}).config.distinct_ropes) is (value is not False)
+    facts = FACTS["granite-multipliers"]
+    with pytest.raises(ModelError, match="finetuned = false is not supported"):
+        _folder({**facts, "keys": {**facts["keys"], "granite.rope.scaling.finetuned": False}})
+
+
 def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     name = next(name for name, facts in FACTS.items() if facts["keys"]["general.architecture"] == "qwen3next")
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
