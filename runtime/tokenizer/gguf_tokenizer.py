@@ -28,6 +28,11 @@ _EOS_TEXTS = frozenset(
 )
 # With these, <|end|> ends only a message of a reply: gpt-oss, Solar Open.
 _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>", "<|flush|>"})
+# Files of before May 2024 have no `pre`; these architectures had one rule then.
+_OLDER_RULES = {
+    **{"qwen2": "qwen2", "qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2", "olmo": "olmo"},
+    "command-r": "command-r",
+}
 _SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 
@@ -167,7 +172,7 @@ def _model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: An
 
 def pre_tokenizer(metadata: Fields) -> PreTokenizer:
     """Return the pre-tokenization that the file names. Raises ModelError for an unknown name."""
-    name = metadata.text(ggml_key("pre"), "default")
+    name = metadata.text(ggml_key("pre"), _OLDER_RULES.get(metadata.text("general.architecture"), "default"))
     if name not in PRE_TOKENIZERS:
         hint = f"known: {', '.join(PRE_TOKENIZERS)}; or use the repository that holds safetensors files"
         raise metadata.fail(ggml_key("pre"), f"{name!r} is not a known pre-tokenizer", hint)

@@ -17,6 +17,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.gguf_tokenizer import (
     derived_merges,
     eos_token_ids,
+    pre_tokenizer,
     tokenizer_json,
     tokenizer_settings,
 )
@@ -272,6 +273,17 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
     if name not in PRE_TOKENIZERS:
         pytest.skip("not read here")
     assert PRE_TOKENIZERS[name].patterns == (theirs.GGUF_PRE_TOKENIZER_SPLITS[name],)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rule"), [("qwen2", "qwen2"), ("phi2", "phi-2"), ("starcoder2", "starcoder"), ("llama", None)]
+)
+def test_a_file_of_before_may_2024_names_no_rule(architecture: str, rule: str | None) -> None:
+    if rule is not None:
+        assert pre_tokenizer(as_read({}, architecture)) is PRE_TOKENIZERS[rule]
+        return
+    with pytest.raises(ModelError, match="'default' is not a known pre-tokenizer"):
+        pre_tokenizer(as_read({}, architecture))
 
 
 def test_texts_are_split_by_our_patterns_where_the_published_ones_are_slow() -> None:
