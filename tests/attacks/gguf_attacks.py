@@ -115,6 +115,10 @@ ATTACKS: dict[str, Attack] = {
     "dimension-0-of-2": (lambda: gguf((), (info(b"a", (4, 0)),)), "impossible shape"),
     "dimension-0-of-4": (lambda: gguf((), (info(b"a", (4, 1, 1, 0)),)), "impossible shape"),
     "unknown-type": (lambda: gguf((), (info(b"a", kind=200),)), "unknown ggml type 200"),
+    "interleaved-type": (
+        lambda: gguf((), (info(b"a", (32,), kind=31),)),
+        "a is Q4_0 in an order of rows for some processors",
+    ),
     "removed-type": (lambda: gguf((), (info(b"a", (32,), kind=4),)), "unknown ggml type 4"),
     "rows-of-half-blocks": (lambda: gguf((), (info(b"a", (48,), kind=2),)), "do not fill blocks of 32"),
     "offset-unaligned": (lambda: gguf((), (info(b"a", offset=8),)), "has offset .*, expected"),

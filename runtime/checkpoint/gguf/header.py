@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.types import BY_ID, GgmlType
+from mycli.runtime.checkpoint.gguf.types import BY_ID, REMOVED, GgmlType
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields
@@ -232,6 +232,11 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
 
 def _type(cursor: _Cursor, name: str) -> GgmlType:
     number = cursor.number("I", f"the type of {name}")
+    if number in REMOVED:
+        kind = f"{REMOVED[number]} in an order of rows for some processors"
+        raise ModelError(
+            f"{cursor.source}: {name} is {kind}, which is not supported", f"use the {REMOVED[number]} file"
+        )
     if number not in BY_ID:
         hint = "the file may be damaged, or its type newer than this program"
         raise ModelError(f"{cursor.source}: {name} has the unknown ggml type {number}", hint)
