@@ -51,7 +51,7 @@ def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     # Llama 3.1: low frequencies are divided by the factor, high ones are not changed, those between are blended.
     wavelengths = 2 * math.pi / inverse
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
+    smooth = ((scaling.original_context / wavelengths - low) / max(high - low, 1e-9)).clamp(0, 1)
     return (1 - smooth) * inverse / scaling.factor + smooth * inverse
 
 

@@ -128,8 +128,8 @@ def _scaling(kind: RopeKind, section: Fields, raw: Fields) -> RopeScaling:
     if kind == "llama3":
         low = section.number("low_freq_factor", low=1e-3)
         high = section.number("high_freq_factor", low=1e-3)
-        if high <= low:
-            raise section.fail("high_freq_factor", f"{high:g} must be above low_freq_factor {low:g}")
+        if high < low:  # Llama 4 Scout has equal ones: no frequency lies between
+            raise section.fail("high_freq_factor", f"{high:g} must not be below low_freq_factor {low:g}")
         return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         return RopeScaling(

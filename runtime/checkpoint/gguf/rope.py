@@ -4,6 +4,7 @@ Follows llama.cpp's conversion/: scaling has keys, except for Llama 3.1 and long
 tensors. Imports no torch.
 """
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
     factors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
-        smooth = (original / wavelength - low) / (high - low)
+        smooth = (original / wavelength - low) / max(high - low, 1e-9)
         factors.append(1 / ((1 - min(max(smooth, 0.0), 1.0)) / factor + min(max(smooth, 0.0), 1.0)))
     return factors
 
@@ -66,16 +67,18 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
 
 def _read_llama3(model: GgufModel, head_dim: int, theta: float) -> dict[str, Any]:
     # A file holds the factors, not the parameters that they were computed from. All published models have factors 1
-    # and 4 for the low and high frequencies and a power of two as original context, so those are tried.
+    # and 4, or Llama 4 Scout 1 and 1, for the low and high frequencies and a power of two as original context, so those
+    # are tried.
     stored = model.floats(ROPE_FREQS)
     rotating = sum(value == 1.0 for value in stored)
     if rotating and all(value == 1.0 for value in stored[:rotating]) and all(v >= _STILL for v in stored[rotating:]):
         return {"rope_type": "proportional", "partial_rotary_factor": rotating / len(stored)}
     factor = max(stored, default=1.0)
-    for original in (1 << power for power in range(3, 24)) if factor > 0 else ():
-        expected = llama3_factors(head_dim, theta, factor, 1.0, 4.0, original)
+    tried = itertools.product((4.0, 1.0), (1 << power for power in range(3, 24)))
+    for high, original in tried if factor > 0 else ():
+        expected = llama3_factors(head_dim, theta, factor, 1.0, high, original)
         if len(expected) == len(stored) and all(map(partial(math.isclose, rel_tol=1e-4), expected, stored)):
-            scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
             return {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
     raise ModelError(
         f"{model.metadata.source}: {ROPE_FREQS} holds frequency factors that are not Llama 3's",

@@ -135,6 +135,7 @@ SHORT, LONG_FACTORS = [1.0 + 0.01 * pair for pair in range(PAIRS)], [2.0 + 0.1 *
         ("linear", {"factor": 4.0}),
         ("dynamic", {"factor": 2.0}),
         ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("llama3", {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}),  # Llama 4 Scout
         ("yarn", {"factor": 4.0}),
         ("yarn", {"factor": 4.0, "beta_fast": 900.0, "beta_slow": 0.01, "truncate": False}),
         ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "truncate": False}),

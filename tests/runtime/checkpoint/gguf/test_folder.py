@@ -31,12 +31,14 @@ from tests.support.models import CPU
 from tests.support.paths import PICO
 
 LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+LLAMA4 = scaled("llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8)
 # architecture in GGUF, model_type, config changes, keys
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama-gqa4:2": ("llama", "llama", {}, {}),
     "llama-mha4-tied": ("llama", "llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, {}),
     "llama-biases-hd32": ("llama", "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, {}),
     "llama-rope-llama3": ("llama", "llama", LLAMA3, {}),
+    "llama-rope-llama3-of-llama-4": ("llama", "llama", LLAMA4, {}),
     "llama-rope-linear": (
         "llama",
         "llama",
@@ -96,17 +98,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def llama3_factors(config: dict[str, Any]) -> list[float]:
     """Return the RoPE factors as LlamaModel.generate_extra_tensors of llama.cpp's converter writes them."""
     rope = config["rope_parameters"]
-    dim, old = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], 16
+    factor, high = rope["factor"], rope["high_freq_factor"]
+    dim, old = (
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        rope["original_max_position_embeddings"],
+    )
     factors = []
     for index in range(0, dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (index / dim)
-        if wavelength < old / 4.0:
+        if wavelength < old / high:
             factors.append(1.0)
         elif wavelength > old / 1.0:
-            factors.append(8.0)
+            factors.append(factor)
         else:
-            smooth = (old / wavelength - 1.0) / 3.0
-            factors.append(1 / ((1 - smooth) / 8.0 + smooth))
+            smooth = (old / wavelength - 1.0) / (high - 1.0)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
     return factors
 
 
@@ -120,7 +126,7 @@ def test_logits_are_those_of_transformers(name: str, fused_qkv: bool, tmp_path: 
     arch, model_type, changes, keys = MODELS[name]
     reference = make(tmp_path / "hf", model_type, changes)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    extra = {"rope_freqs.weight": llama3_factors(config)} if name == "llama-rope-llama3" else {}
+    extra = {"rope_freqs.weight": llama3_factors(config)} if name.startswith("llama-rope-llama3") else {}
     path = tmp_path / "model.gguf"
     keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **keys}
     gguf_files.write_model(tmp_path / "hf", path, arch, "F32", config, keys, extra, fused_qkv=fused_qkv)
