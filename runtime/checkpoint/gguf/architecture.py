@@ -21,6 +21,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 Config = dict[str, Any]  # of config.json
 _EXPERT = "{expert}"
+_IMAGE_TENSORS = ("v.", "mm.")  # of the image model, which Ollama's converter writes into the same file
 _MAX_EXPERTS = 4096  # of a layer: bounds what a stack is split into; published models have up to 512
 
 
@@ -100,6 +101,7 @@ class Architecture:
     own_head: bool = False  # llama.cpp requires output.weight: a tied model's embedding is written twice
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
+    default_epsilon: float | None = None  # of a file without the key; None: it is required
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     # Keys of a text part, from what its config.json says about images.
@@ -179,7 +181,11 @@ class Architecture:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
         layers, blocks = self._layers(model)
         for stored, entry in model.tensors.items():
-            if stored in ROPE_TENSORS or self._is_ignored(model, stored, range(layers, blocks)):
+            if (
+                stored.startswith(_IMAGE_TENSORS)
+                or stored in ROPE_TENSORS
+                or self._is_ignored(model, stored, range(layers, blocks))
+            ):
                 continue
             if self._scaled(model, stored) is not None:
                 continue
@@ -322,7 +328,7 @@ class Architecture:
             "intermediate_size": self._integer(model, "feed_forward_length"),
             "vocab_size": embedding.shape[0],
             "max_position_embeddings": model.integer("context_length", low=1),
-            "rms_norm_eps": model.number(self.epsilon),
+            "rms_norm_eps": model.number(self.epsilon, self.default_epsilon),
             "rope_parameters": rope_parameters(model, head_dim),
             "tie_word_embeddings": "output.weight" not in model.tensors,
             "hidden_act": "silu",

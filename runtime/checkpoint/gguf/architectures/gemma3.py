@@ -12,10 +12,17 @@ from mycli.runtime.checkpoint.gguf.architectures.gemma2 import (
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.models.config import ModelConfig
 
+_SCALED_CONTEXT = 131072  # of the models with images, whose positions are scaled
+
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    local = {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", 10000.0)}
-    ropes = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    theta, rope = model.number("rope.local.freq_base", 10000.0), dict(config["rope_parameters"])
+    local = {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", theta)}
+    if not model.has("rope.freq_base"):  # Ollama's converter leaves out what all models have
+        rope["rope_theta"] = model.number("rope.global.freq_base", 1_000_000.0)
+        if config["max_position_embeddings"] >= _SCALED_CONTEXT and not model.has("rope.scaling.type"):
+            rope |= {"rope_type": "linear", "factor": 8.0}
+    ropes = {"full_attention": rope, "sliding_attention": local}
     return {**gemma_attention(config, largest=62), "rope_parameters": ropes}
 
 
@@ -39,6 +46,7 @@ ARCHITECTURE = Architecture(
     ),
     slides=lambda layer: (layer + 1) % 6 != 0,
     pattern=True,
+    default_epsilon=1e-6,
     read_config=_read_config,
     write_keys=_write_keys,
 )

@@ -35,12 +35,12 @@ def _typed(value: Any) -> Any:
     return array(kinds[type(value[0])], value) if isinstance(value, list) and type(value[0]) in kinds else value
 
 
-def _folder(facts: dict[str, Any]) -> GgufFolder:
+def _folder(facts: dict[str, Any], tokenizer: dict[str, Any] | None = None) -> GgufFolder:
     tensors = {
         name: TensorEntry(name, "F32", tuple(reversed(shape)), "a.gguf", 0, 4 * prod(shape))
         for name, shape in facts["tensors"].items()
     }
-    keys = {key: _typed(value) for key, value in {**facts["keys"], **byte_tokenizer(97)}.items()}
+    keys = {key: _typed(value) for key, value in {**facts["keys"], **(tokenizer or byte_tokenizer(97))}.items()}
     lists = {key: len(value) for key, value in keys.items() if isinstance(value, array) and value.typecode == "f"}
     arrays = {key: TensorEntry(key, "F32", (count,), "a.gguf", 0, 4 * count) for key, count in lists.items()}
     header = GgufHeader(Fields(keys, "a.gguf"), tensors, arrays)
@@ -303,6 +303,42 @@ def test_queries_of_granite_rotate_unless_the_file_says_otherwise() -> None:
     facts = FACTS["granite-multipliers"]
     with pytest.raises(ModelError, match="finetuned = false is not supported"):
         _folder({**facts, "keys": {**facts["keys"], "granite.rope.scaling.finetuned": False}})
+
+
+@pytest.mark.parametrize(("context", "scaled"), [(32768, False), (131072, True)])
+def test_gemma_3_of_ollama_is_read(context: int, scaled: bool) -> None:
+    """Its converter leaves out keys, has others for the rotation, and writes the image model into the same file."""
+    facts = FACTS["gemma3-window7-tied"]
+    missing = ("layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count")
+    keys = {key: value for key, value in facts["keys"].items() if not key.endswith(missing)}
+    keys |= {"gemma3.context_length": context, "gemma3.rope.local.freq_base": 20000.0}
+    images = {"v.blk.0.attn_q.weight": [8, 8], "mm.mm_input_projection.weight": [8, 8]}
+    folder = _folder({**facts, "keys": keys, "tensors": {**facts["tensors"], **images}})
+    assert folder.config.rms_norm_eps == 1e-6
+    full, sliding = (
+        next(
+            layer.attention.rope
+            for layer in folder.config.layer_specs
+            if (layer.attention.window is not None) == slides
+        )
+        for slides in (False, True)
+    )
+    assert full is not None and sliding is not None and (full.theta, sliding.theta) == (1_000_000.0, 20000.0)
+    assert (full.scaling.kind, sliding.scaling.kind) == ("linear" if scaled else "default", "default")
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+    nested = {**keys, "gemma3.rope.global.freq_base": 500_000.0}
+    assert 500_000.0 in {rope.theta for rope in _folder({**facts, "keys": nested}).config.distinct_ropes}
+
+
+def test_a_token_of_gemma_3_without_an_embedding_row_is_left_out() -> None:
+    facts = FACTS["gemma3-window7-tied"]
+    extra = {**byte_tokenizer(97), "tokenizer.ggml.eos_token_ids": [5, 7, 97]}
+    for name, value in (("tokens", "<image_soft_token>"), ("token_type", 3)):
+        extra[f"tokenizer.ggml.{name}"] = [*extra[f"tokenizer.ggml.{name}"], value]
+    folder = _folder(facts, extra)
+    assert folder.config.vocab_size == 97 and len(folder.header.metadata.values["tokenizer.ggml.tokens"]) == 97
+    assert {5, 7} <= set(folder.config.eos) and 97 not in folder.config.eos
+    assert folder.tokenizer().encode("a", add_special=False)
 
 
 def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
