@@ -108,21 +108,18 @@ def token_ids(raw: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
 
 def common(
     raw: Fields,
-    head_dim: int | None = None,
     handled: Collection[str] = (),
     activations: Mapping[str, ActivationName] = ACTIVATIONS,
 ) -> dict[str, Any]:
     """Return the ModelConfig fields that all families read the same way.
 
-    head_dim: the family's default; None for hidden_size / num_attention_heads. handled: keys of `NEUTRAL` that the
-    family reads itself. activations: those that the family's MLP may have, the default first.
+    handled: keys of `NEUTRAL` that the family reads itself. activations: those that the family's MLP may have, the
+    default first. head_dim is hidden_size / num_attention_heads where it is absent or null.
     """
     refuse_unsupported(raw, handled)
     hidden, heads = raw.integer("hidden_size"), raw.integer("num_attention_heads", high=1 << 16)
-    if head_dim is None:
-        if not raw.has("head_dim") and hidden % heads:
-            raise raw.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = max(hidden // heads, 1)
+    if not raw.has("head_dim") and hidden % heads:
+        raise raw.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
     dtype_name = raw.text("dtype", raw.text("torch_dtype", "bfloat16"))
     dtype = float_dtype(dtype_name)
     if dtype is None:
@@ -139,7 +136,7 @@ def common(
         "layers": raw.integer("num_hidden_layers", high=MAX_LAYERS),
         "heads": heads,
         "kv_heads": raw.integer("num_key_value_heads", heads, high=1 << 16),
-        "head_dim": raw.integer("head_dim", head_dim, high=1 << 16),
+        "head_dim": raw.integer("head_dim", max(hidden // heads, 1), high=1 << 16),
         "intermediate_size": raw.integer("intermediate_size"),
         "vocab_size": vocab,
         "max_context": trained_context(raw),

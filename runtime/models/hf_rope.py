@@ -175,6 +175,6 @@ def _yarn_attention_factor(section: Fields, factor: float) -> float:
 
     if section.has("attention_factor"):
         return section.number("attention_factor", low=1e-6)
-    if section.has("mscale") and section.has("mscale_all_dim"):
-        return magnitude(section.number("mscale", low=1e-6)) / magnitude(section.number("mscale_all_dim", low=1e-6))
-    return magnitude(1.0)
+    mscale, mscale_all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
+    # A 0 counts as absent, as in transformers: Megatron writes mscale_all_dim = 0.
+    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)

@@ -7,5 +7,5 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    fields = hf_config.common(raw, head_dim=128)
+    fields = hf_config.common(hf_config.with_defaults(raw, head_dim=128))
     return ModelConfig(**fields, **hf_config.attention_biases(raw), qk_norm=True, windows=windows(raw, fields))

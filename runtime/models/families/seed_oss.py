@@ -6,8 +6,9 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, head_dim=128)
     return ModelConfig(
-        **hf_config.common(raw, head_dim=128),
+        **hf_config.common(raw),
         qkv_bias=raw.boolean("attention_bias", True),
         output_bias=raw.boolean("attention_out_bias", False),
         mlp_bias=raw.boolean("mlp_bias", False),

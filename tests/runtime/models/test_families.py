@@ -1,5 +1,6 @@
 """Test families: refused fields, defaults of absent fields, and the declared layers."""
 
+import math
 from typing import Any
 
 import pytest
@@ -239,6 +240,21 @@ def test_absent_fields_take_the_family_defaults() -> None:
     assert [spec.attention.head_dim for spec in four.layer_specs] == [256] * 5 + [512]
     assert four.layer_rope(5) == four.distinct_ropes[1] and four.rope_scaling.partial_factor == 0.25
     assert four.per_layer_width == 256 and parse("gemma4_unified_text").per_layer_width == 0
+
+
+@pytest.mark.parametrize(
+    "mscales", [{"mscale": 1.0, "mscale_all_dim": 0.0}, {"mscale": 0, "mscale_all_dim": 0.7}], ids=str
+)
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_an_mscale_of_0_counts_as_absent(model_type: str, mscales: dict[str, float]) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    changes = {"n_routed_experts": 16, "rope_scaling": {**yarn, **mscales}}
+    assert parse(model_type, **changes).rope_scaling.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5", "seed_oss"])
+def test_a_null_head_dim_is_the_share_of_a_head(model_type: str) -> None:
+    assert parse(model_type).head_dim == 128 and parse(model_type, head_dim=None).head_dim == 16
 
 
 def test_fields_under_the_names_of_other_families() -> None:
