@@ -13,21 +13,28 @@ from mycli.runtime.utils.json_fields import Fields
 TEXT_PARTS: dict[str, str] = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm46v": "glm4v_text",
     "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
     "got_ocr2": "qwen2",
     "idefics3": "llama",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "minicpmv4_6": "qwen3_5_text",
+    "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_audio": "qwen2",
@@ -46,9 +53,11 @@ MULTIMODAL = "multimodal"
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat
 # Published before the text model had a section of its own: its keys are those of the outer config.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
-# Text models that differ from a plain family only in M-RoPE, which rotates text as plain rope does: the three positions
-# of a token that is no image or video are equal.
+# Text models that differ from a plain family only in name or in M-RoPE, which rotates text as plain rope does: the
+# three positions of a token that is no image or video are equal.
 FAMILIES = {
+    "exaone4_5_text": "exaone4",  # in the first files
+    "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -87,6 +96,7 @@ _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 # By the type of the section, or of the outer config where that has defaults for its section.
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_text": {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
+    "glm4v_moe_text": {"attention_bias": True, "num_key_value_heads": 8},
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     "qwen2": _QWEN,
@@ -116,12 +126,17 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 # model_type of the text model -> the class that transformers loads it with on its own.
 _ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -152,10 +167,12 @@ _TIED_BY_DEFAULT = (
     "gemma4_unified",
     "got_ocr2",
     "internvl",
+    "kimi_k25",
     "lfm2_vl",
+    "lfm3_vl",
     "mistral3",
 )
-_TIED_BY_EITHER = ("glm4v", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl")
+_TIED_BY_EITHER = ("glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl")
 _TIED_BY_SECTION = ("internvl_chat", "llama4")  # which hold a whole causal model, head included
 _NEVER_TIED = ("qwen2_audio", "voxtral")  # by transformers 4, as their sections say
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.

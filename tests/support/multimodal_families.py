@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.families import enliven
 from tests.support.family_parts import GEMMA4, IDS, SMALL, ministral_rope
-from tests.support.recurrent_families import DELTA_EXPERTS
+from tests.support.latent_families import SIZES
+from tests.support.recurrent_families import DELTA, DELTA_EXPERTS
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGLIP = {**VISION, "image_size": 16, "patch_size": 8}
@@ -86,6 +87,70 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
         {"model_type": "qwen3_vl_moe", **QWEN_VISION, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "glm46v": (
+        "glm46v",
+        "glm4v_text",
+        {**IDS, "head_dim": 16, **GLM_ROPE},
+        {"model_type": "glm4v_vision", **GLM_VISION},
+        {},
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        "glm4v_moe_text",
+        {
+            **IDS,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            **GLM_ROPE,
+        },
+        {"model_type": "glm4v_moe_vision", **GLM_VISION},
+        {},
+    ),
+    "exaone4_5": (
+        "exaone4_5",
+        "exaone4",
+        {**IDS, "sliding_window": 7},
+        {**QWEN2_VISION, "num_key_value_heads": 2, "out_hidden_size": 64},
+        {},
+    ),
+    "lfm3_vl": (
+        "lfm3_vl",
+        "lfm3",
+        {**IDS, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 7},
+        {**VISION, "num_key_value_heads": 2},
+        {},
+    ),
+    "minicpmv4_6": (
+        "minicpmv4_6",
+        "qwen3_5_text",
+        {**IDS, **DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {**SIGLIP},
+        {},
+    ),
+    "minicpmv4_7": (
+        "minicpmv4_7",
+        "qwen3_5_text",
+        {**IDS, **DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {**SIGLIP},
+        {},
+    ),
+    "kimi_k25": (
+        "kimi_k25",
+        "deepseek_v3",
+        {
+            **IDS,
+            **SIZES,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+        {**VISION},
+        {"tie_word_embeddings": False},
+    ),
     "glm4v": ("glm4v", "glm4v_text", {**IDS, "head_dim": 16, **GLM_ROPE}, {"model_type": "glm4v", **GLM_VISION}, {}),
     **{name: (name, text, {**IDS}, CLIP, {}) for name, text in LLAVAS.items()},
     "llava-pixtral": ("llava", "mistral", {**IDS, "head_dim": 16}, PIXTRAL, {"vision_feature_layer": -1}),
@@ -110,9 +175,20 @@ def make_folder(folder: Path, name: str, **changes: Any) -> transformers.PreTrai
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     enliven(model)
     model.save_pretrained(folder)
+    if outer == "kimi_k25":
+        _publish_kimi(model, folder / "model.safetensors")
     if outer == "qwen3_vl_moe":
         _publish_experts(folder / "model.safetensors")
     return model
+
+
+def _publish_kimi(model: transformers.PreTrainedModel, path: Path) -> None:
+    # transformers 5.23 renames every `layers` to `blocks` as it saves, which it does not read back.
+    names = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for prefix, published in names.items():
+        tensors = {name.replace(prefix, published, 1): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
 
 
 def _publish_experts(path: Path) -> None:

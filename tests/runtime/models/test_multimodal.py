@@ -166,6 +166,14 @@ def test_internvl_by_its_first_code() -> None:
     assert part.local_name("mlp1.0.weight") is None
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "family"), [("exaone4_5", "exaone4_5_text", "exaone4"), ("kimi_k25", "kimi_k2", "kimi_k2")]
+)
+def test_the_text_type_of_the_first_files(outer: str, inner: str, family: str) -> None:
+    part = TextPart.from_config(Fields({"model_type": outer, "text_config": {"model_type": inner}}, "config.json"))
+    assert part.config.values["model_type"] == family
+
+
 def test_a_section_of_a_llava_names_only_what_differs() -> None:
     text = {"model_type": "mistral", "vocab_size": 32064, "rms_norm_eps": 1e-5}
     part = TextPart.from_config(Fields({"model_type": "llava_next", "text_config": text}, "config.json"))
