@@ -36,11 +36,15 @@ TEXT_PARTS: dict[str, str] = {
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
+    "qwen2_5_omni": "qwen2_5_omni_text",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "smolvlm": "llama",
@@ -51,6 +55,8 @@ TEXT_PARTS: dict[str, str] = {
 # The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
 MULTIMODAL = "multimodal"
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat
+# Omni models: this part of the config has the section, and its tensors the prefix `thinker.`; another part speaks.
+_THINKER = "thinker_config"
 # Published before the text model had a section of its own: its keys are those of the outer config.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Text models that differ from a plain family only in name or in M-RoPE, which rotates text as plain rope does: the
@@ -59,8 +65,10 @@ FAMILIES = {
     "exaone4_5_text": "exaone4",  # in the first files
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
+    "qwen2_5_omni_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
@@ -103,6 +111,8 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
+    "qwen2_5_omni_text": {"rope_theta": 1000000.0, "num_key_value_heads": 4},
+    "qwen3_omni_moe_text": {"rope_theta": 1000000.0, "num_key_value_heads": 4, "norm_topk_prob": True},
     "qwen3_vl_text": {**_QWEN, **_QWEN3_VL, "head_dim": 128},
     "qwen3_vl_moe_text": {
         **_QWEN3_VL,
@@ -176,7 +186,7 @@ _TIED_BY_EITHER = ("glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_one
 _TIED_BY_SECTION = ("internvl_chat", "llama4")  # which hold a whole causal model, head included
 _NEVER_TIED = ("qwen2_audio", "voxtral")  # by transformers 4, as their sections say
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
-_PREFIXES = (
+_TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -187,6 +197,7 @@ _PREFIXES = (
     ("model.layers.", "model.layers."),
     ("model.norm.", "model.norm."),
 )
+_PREFIXES = (*((f"thinker.{prefix}", text_prefix) for prefix, text_prefix in _TEXT_PREFIXES), *_TEXT_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -205,6 +216,9 @@ class TextPart:
     def from_config(cls, raw: Fields) -> "TextPart":
         """Return the text model of a parsed config.json."""
         outer_type = raw.text("model_type", "")
+        if outer_type in TEXT_PARTS and raw.has(_THINKER):
+            outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
+            raw = Fields({**raw.object(_THINKER).values, **outer, "model_type": outer_type}, raw.source)
         key = next((name for name in _SECTIONS if raw.has(name)), None)
         if outer_type not in TEXT_PARTS or (key is None and outer_type not in _FLAT):
             return cls(raw)

@@ -30,6 +30,7 @@ INTERN_VISION = {"model_type": "internvl_vision", **VISION, "image_size": [16, 1
 QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "intermediate_size": 16}
 GLM_VISION = {**QWEN_VISION, "image_size": 16, "out_hidden_size": 64}
 OCR_VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16, "mlp_dim": 16}
+AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16, "output_dim": 64}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2]}}
 GLM_ROPE = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
 LLAVAS = {"llava": "llama", "llava_next": "llama", "llava_next_video": "llama", "llava_onevision": "qwen2"}
@@ -71,6 +72,20 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
         {**DELTA_EXPERTS, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
         {"model_type": "qwen3_5_moe", **QWEN_VISION},
         {"tie_word_embeddings": False},
+    ),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_thinker",
+        "qwen2_5_omni_text",
+        {**IDS, **MROPE},
+        {"model_type": "qwen2_5_omni_vision_encoder", **QWEN_VISION},
+        {"audio_config": AUDIO},
+    ),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_thinker",
+        "qwen3_omni_moe_text",
+        {**IDS, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **MROPE},
+        {"model_type": "qwen3_omni_moe_vision_encoder", **QWEN_VISION, "deepstack_visual_indexes": [0]},
+        {"audio_config": AUDIO},
     ),
     **{name: (name, f"{name}_text", {**IDS, **MROPE}, QWEN2_VISION, {}) for name in ("qwen2_vl", "qwen2_5_vl")},
     "qwen3_vl": (

@@ -140,6 +140,26 @@ def test_qwen_2_vl_as_published(tmp_path: Path) -> None:
     assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("text_prefix", ["model.", "model.language_model."], ids=["published", "transformers-5"])
+def test_qwen_omni_with_the_part_that_speaks(text_prefix: str, tmp_path: Path) -> None:
+    reference = make_folder(tmp_path, "qwen2_5_omni_thinker")
+    thinker = json.loads((tmp_path / "config.json").read_text())
+    raw = {"model_type": "qwen2_5_omni", "torch_dtype": "float32", "thinker_config": thinker, "talker_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        f"thinker.{name.replace('model.language_model.', text_prefix)}": tensor for name, tensor in tensors.items()
+    }
+    tensors["talker.model.layers.0.mlp.up_proj.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = open_model_folder(tmp_path)
+    assert folder.config.model_type == "qwen2" and folder.raw.values["architectures"] == ["Qwen2ForCausalLM"]
+    tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = reference(tokens).logits
+    assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def test_gemma_3n_with_its_encoders(tmp_path: Path) -> None:
     """Read the text model beside encoders that transformers builds only with another package."""
     reference = make(tmp_path, *CASES["gemma3n-sparse-lent"])
