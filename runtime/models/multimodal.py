@@ -36,6 +36,7 @@ TEXT_PARTS: dict[str, str] = {
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
+    "nemotron_h_omni": "nemotron_h",
     "qwen2_5_omni": "qwen2_5_omni_text",
     "qwen2_5_omni_thinker": "qwen2_5_omni_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
@@ -151,6 +152,7 @@ _ARCHITECTURES = {
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -184,11 +186,12 @@ _TIED_BY_DEFAULT = (
 )
 _TIED_BY_EITHER = ("glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl")
 _TIED_BY_SECTION = ("internvl_chat", "llama4")  # which hold a whole causal model, head included
-_NEVER_TIED = ("qwen2_audio", "voxtral")  # by transformers 4, as their sections say
+_NEVER_TIED = ("nemotron_h_omni", "qwen2_audio", "voxtral")  # by transformers 4, as their sections say
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
+    ("language_model.backbone.", "backbone."),
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
     ("lm_head.", "lm_head."),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.families import enliven
 from tests.support.family_parts import GEMMA4, IDS, SMALL, ministral_rope
 from tests.support.latent_families import SIZES
-from tests.support.recurrent_families import DELTA, DELTA_EXPERTS
+from tests.support.recurrent_families import DELTA, DELTA_EXPERTS, RECURRENT
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGLIP = {**VISION, "image_size": 16, "patch_size": 8}
@@ -72,6 +72,13 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
         {**DELTA_EXPERTS, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
         {"model_type": "qwen3_5_moe", **QWEN_VISION},
         {"tie_word_embeddings": False},
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h_omni",
+        "nemotron_h",
+        RECURRENT["nemotron_h-every-kind"][1],
+        {"model_type": "radio", **SIGLIP, "patch_size": 16, "max_img_size": 64, "video_temporal_patch_size": 2},
+        {"audio_config": None, "projector_hidden_size": 16, "vision_hidden_size": 16},
     ),
     "qwen2_5_omni_thinker": (
         "qwen2_5_omni_thinker",
