@@ -11,6 +11,8 @@ from mycli.runtime.utils.json_fields import Fields
 
 # model_type of the outer config -> model_type of its text section where that has none.
 TEXT_PARTS: dict[str, str] = {
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
+    "NemotronH_Nano_VL_V2": "nemotron_h",
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
     "exaone4_5": "exaone4",
@@ -55,7 +57,7 @@ TEXT_PARTS: dict[str, str] = {
 }
 # The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
 MULTIMODAL = "multimodal"
-_SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat
+_SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nemotron as published
 # Omni models: this part of the config has the section, and its tensors the prefix `thinker.`; another part speaks.
 _THINKER = "thinker_config"
 # Published before the text model had a section of its own: its keys are those of the outer config.
@@ -186,7 +188,13 @@ _TIED_BY_DEFAULT = (
 )
 _TIED_BY_EITHER = ("glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl")
 _TIED_BY_SECTION = ("internvl_chat", "llama4")  # which hold a whole causal model, head included
-_NEVER_TIED = ("nemotron_h_omni", "qwen2_audio", "voxtral")  # by transformers 4, as their sections say
+_NEVER_TIED = (  # by transformers 4, as their sections say
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "nemotron_h_omni",
+    "qwen2_audio",
+    "voxtral",
+)
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),

@@ -29,5 +29,13 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_audio": ("qwen2_audio", "qwen2", IDS, {}),
     "voxtral": ("voxtral", "llama", IDS, {}),
 }
-# transformers has no class of internvl_chat, and builds gemma3n with another package only; Omni models hold a thinker.
-UNTESTED = {"internvl_chat", "gemma3n", "qwen2_5_omni", "qwen3_omni_moe"}
+# transformers has no class of internvl_chat and of Nemotron as published, and builds gemma3n with another package only;
+# Omni models hold a thinker.
+UNTESTED = {
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "internvl_chat",
+    "gemma3n",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+}

@@ -178,6 +178,19 @@ def test_gemma_3n_with_its_encoders(tmp_path: Path) -> None:
     assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("outer", ["NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"])
+def test_nemotron_as_published(outer: str, tmp_path: Path) -> None:
+    reference = make_folder(tmp_path, "nemotron_h_omni")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    published = {"model_type": outer, "llm_config": raw["text_config"], "sound_config": {}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = reference(tokens).logits
+    actual = whole(load_model(open_model_folder(tmp_path), CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def test_internvl_by_its_first_code() -> None:
     raw = {"model_type": "internvl_chat", "llm_config": {"model_type": "qwen3", "hidden_size": 8}, "vision_config": {}}
     part = TextPart.from_config(Fields(raw, "config.json"))
