@@ -105,6 +105,12 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _only_infinity(name: str) -> Any:
+    # Python's json.dump writes it: Nemotron-H is published with "time_step_limit": [0.0, Infinity]. `Fields.number`
+    # refuses it wherever a number has to be finite.
+    return math.inf if name == "Infinity" else _no_constant(name)
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -112,25 +118,29 @@ def _finite(text: str) -> float:
     return value
 
 
-def strict_json(data: bytes) -> Any:
-    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity (B1). Raises ValueError."""
+def strict_json(data: bytes, *, infinity: bool = False) -> Any:
+    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity (B1). Raises ValueError.
+
+    infinity: accept the literal Infinity.
+    """
     text = data.decode("utf-8")
     if text.startswith("\ufeff"):
         raise ValueError("starts with a byte-order mark")
+    constant = _only_infinity if infinity else _no_constant
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Fields:
-    """Parse strict JSON with an object at the top level. Raises ModelError with `source`, line and column."""
+    """Parse an object in JSON that may hold Infinity. Raises ModelError with `source`, line and column."""
     if len(data) > limit:
         raise ModelError(f"{source}: more than the {human_bytes(limit)} allowed", code="pull-again")
     if not data.strip():
         raise ModelError(f"{source}: the file is empty", code="pull-again")
     try:
-        value = strict_json(data)
+        value = strict_json(data, infinity=True)
     except json.JSONDecodeError as error:
         raise ModelError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}", code="pull-again") from None
     except ValueError as error:

@@ -132,6 +132,20 @@ def test_defaults_of_absent_fields() -> None:
     assert parse(max_position_embeddings=10**12).max_context == 10**12, "memory bounds it, not the config"
 
 
+@pytest.mark.parametrize("model_type", ["nemotron_h", "mamba2", "bamba", "granitemoehybrid", "falcon_h1"])
+def test_the_endless_time_step_of_published_files(model_type: str, tmp_path: Path) -> None:
+    sizes = {"mamba_num_heads": 8, "mamba_n_heads": 8, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}
+    values = {**LLAMA, **sizes, "model_type": model_type, "mamba_d_ssm": 128, "layers_block_type": ["mamba", "mlp"]}
+    if model_type != "nemotron_h":
+        del values["layers_block_type"]
+    files = []
+    for name, more in (("absent", {}), ("infinite", {"time_step_limit": [0.0, float("inf")]})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**values, **more}))
+        files.append(open_model_folder(tmp_path / name).config)
+    assert files[0].layer_specs == files[1].layer_specs
+
+
 def test_old_and_new_rope_keys_mean_the_same() -> None:
     old = parse(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
     new = parse(rope_theta="absent", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})

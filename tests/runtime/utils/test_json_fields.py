@@ -6,7 +6,7 @@ import pytest
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ModelError
-from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, Fields, parse_object, read_object
+from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, Fields, parse_object, read_object, strict_json
 
 HOSTILE = {
     "B1-empty": (b"", "empty"),
@@ -35,6 +35,16 @@ def test_hostile_json_is_refused(case: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(data)
     with pytest.raises(ModelError, match="config.json"):
         read_object(tmp_path / "config.json")
+
+
+def test_only_files_may_hold_infinity_and_numbers_may_not() -> None:
+    data = b'{"time_step_limit": [0.0, Infinity], "theta": Infinity}'
+    fields = parse_object(data, "config.json")
+    assert fields.values["time_step_limit"] == [0.0, float("inf")]
+    with pytest.raises(ModelError, match="config.json: theta"):
+        fields.number("theta")
+    with pytest.raises(ValueError, match="Infinity is not JSON"):
+        strict_json(data)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
