@@ -58,7 +58,7 @@ TEXT_PARTS: dict[str, str] = {
 # The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
 MULTIMODAL = "multimodal"
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nemotron as published
-# Omni models: this part of the config has the section, and its tensors the prefix `thinker.`; another part speaks.
+# Omni models: this part of the config has the section, and its tensors the prefix `thinker.`.
 _THINKER = "thinker_config"
 # Published before the text model had a section of its own: its keys are those of the outer config.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")

@@ -3,14 +3,13 @@
 import importlib
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 from mycli.cli.reasons import reason
 from mycli.runtime.engine.passes.captured import decline_captured
 from mycli.runtime.engine.passes.fused_models import decline_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.multimodal import TEXT_PARTS
+from mycli.runtime.models.multimodal import FAMILIES, TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families
 from tests.support.fused_launches import launches_of_layer
 from tests.support.published import PUBLISHED, published
@@ -42,8 +41,17 @@ def tables() -> str:
         tested = {name: config for name, config in configs.items() if config.model_type == family}
         passes = sorted(set(map(_gpu_pass, tested.values())))
         lines.append(f"| `{family}` | {_models(family)} | {'; '.join(passes)} | {', '.join(tested)} |")
-    outer = ", ".join(f"`{name}`" for name in sorted(TEXT_PARTS))
-    lines += ["", "These multimodal folders run as their text model:", textwrap.fill(f"{outer}.", 100)]
+    lines += [
+        "",
+        "Multimodal folders run as their text model:",
+        "",
+        "| text model unless the folder names another | `model_type` of folders |",
+        "|---|---|",
+    ]
+    texts = {outer: FAMILIES.get(text, text) for outer, text in TEXT_PARTS.items()}
+    for family in sorted(set(texts.values())):
+        folders = ", ".join(f"`{outer}`" for outer in sorted(texts) if texts[outer] == family)
+        lines.append(f"| `{family}` | {folders} |")
     lines += ["", "| refused `model_type` | reason |", "|---|---|"]
     lines += [f"| `{family}` | {why} |" for family, why in sorted(REFUSED.items())]
     return "\n".join(lines)
