@@ -1,5 +1,6 @@
 """Reads the modules of a sentence-transformers folder: pooling, dense layers, normalization, prompts. Has no torch."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, strict_json
 
 MODULES = "modules.json"
+# Files of the modules after the first, in folders as sentence-transformers names them: 1_Pooling, 2_Dense.
+MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 _MAX_BYTES = 1 << 20
 PoolingMode = Literal["last", "cls", "mean", "max", "mean_sqrt_len", "weighted_mean"]
 # By the keys of older versions of 1_Pooling/config.json, in the order in which sentence-transformers joins the vectors.

@@ -17,6 +17,7 @@ from pathlib import Path
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.client import Hub
@@ -95,6 +96,8 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
     # Only plain names in the root: `../x.json` would be written outside the snapshot (A20).
     root = {file.name: file for file in files if safe_name(file.name)}
     small = [f for f in root.values() if f.name.endswith((".json", ".jinja")) and not f.name.endswith(".index.json")]
+    if MODULES in root:
+        small += [file for file in files if MODULE_FILE.fullmatch(file.name)]
     if INDEX in root:
         index = parse_object(read_small_file(hub, repo, commit, root[INDEX]), INDEX, MAX_INDEX_BYTES)
         shards = store.read_shards(index)

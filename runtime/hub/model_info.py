@@ -124,7 +124,7 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
         for file in plan.files:
             if file.name in _METADATA_FILES:
                 (Path(name) / file.name).write_bytes(read_small_file(hub, plan.repo, plan.commit, file))
-            elif file.name.endswith(".safetensors"):
+            elif file.name.endswith(".safetensors") and "/" not in file.name:  # else of a sentence-transformers module
                 header = hub.read(plan.repo, plan.commit, file.name, 0, min(_FIRST_READ, file.size))
                 length = header_bytes(header, file.size, file.name)
                 if length > len(header):

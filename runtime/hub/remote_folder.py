@@ -35,10 +35,11 @@ class RemoteModel:
 
         Raises ModelError for adapters, GGUF files and invalid headers, and what `read_small_file` raises.
         """
-        names = {file.name for file in plan.files}
+        root = [file for file in plan.files if "/" not in file.name]  # without modules of sentence-transformers
+        names = {file.name for file in root}
         if split_file(plan.model)[1] is not None or has_adapter_files(names) or "config.json" not in names:
             raise ModelError(f"{plan.model}: only a whole model in safetensors can be quantized while it is downloaded")
-        small = [file for file in plan.files if not file.name.endswith(_WEIGHTS)]
+        small = [file for file in root if not file.name.endswith(_WEIGHTS)]
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         for file in small:
@@ -46,7 +47,7 @@ class RemoteModel:
             with disk_errors(folder):
                 write_atomic(folder / file.name, data)
         spool = RangeSpool(hub, plan.repo, plan.commit, folder / "ranges")
-        files = {file.name: RemoteFile(file, spool) for file in plan.files if file.name.endswith(_WEIGHTS)}
+        files = {file.name: RemoteFile(file, spool) for file in root if file.name.endswith(_WEIGHTS)}
         index = read_index(folder) if (folder / INDEX).exists() else None
         manifest = Manifest.from_files(folder, files, index)
         opened = replace(open_model_folder(folder, manifest.tensors), file_manifest=manifest)

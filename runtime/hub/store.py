@@ -14,6 +14,7 @@ from pathlib import Path
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from mycli.runtime.checkpoint.gguf_parts import part_number
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import DATASETS, GGUF, REPO, safe_name
 from mycli.runtime.utils.json_fields import Fields, read_object
@@ -144,6 +145,8 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
         needed = {"config.json"} | (ESSENTIAL & names)
         if (folder / INDEX).exists():
             needed |= set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
+        if (folder / MODULES).exists():
+            needed |= set(filter(MODULE_FILE.fullmatch, names))
         elif INDEX not in needed:
             needed.add(SINGLE)
     return sorted(name for name in needed if not (folder / name).exists())

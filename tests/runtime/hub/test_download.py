@@ -35,6 +35,16 @@ def test_only_what_a_model_needs_is_fetched(server: HubServer, folders: Path) ->
     assert not [r for r in server.log if "pickle" in r.path or ".bin" in r.path or ".py" in r.path]
 
 
+def test_modules_of_an_embedding_model_are_fetched(server: HubServer) -> None:
+    modules = {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "2_Dense/model.safetensors": WEIGHTS}
+    server.add(REPO, FILES | modules | {"2_Dense/pytorch_model.bin": b"x"})
+    folder = fetch(server).folder
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WANTED | set(modules)
+    (folder / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(NotFoundError, match="missing 1_Pooling/config.json"):
+        resolve(REPO)
+
+
 def test_a_listing_with_a_digest_that_is_none_is_refused(
     server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,12 @@ def test_a_hub_is_asked_for_headers_only(server: HubServer, tmp_path: Path) -> N
     assert not (tmp_path / "hub").exists() and not there.source.folder.exists()
 
 
+def test_modules_of_an_embedding_model_are_not_its_weights(server: HubServer) -> None:
+    modules = {"modules.json": b"[]", "2_Dense/model.safetensors": FILES["model.safetensors"]}
+    there = remote(server, FILES | modules)
+    assert {entry.file for entry in there.tensors.values()} == {"model.safetensors"}
+
+
 def test_a_header_longer_than_the_first_range(server: HubServer) -> None:
     data = FILES["model.safetensors"]
     length = int.from_bytes(data[:8], "little")
