@@ -14,9 +14,9 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.download import lock_folder, repo_lock
-from mycli.runtime.hub.names import is_hub_name, is_path, split_name
+from mycli.runtime.hub.names import is_hub_name, is_path, split_file, split_name
 from mycli.runtime.hub.other_stores import StoredModel, stored_models
-from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.resolve import named_file, resolve
 from mycli.runtime.hub.store import BUILT_IN, HubFile
 from mycli.runtime.utils.files import try_lock
 from mycli.runtime.utils.json_fields import read_object
@@ -41,12 +41,13 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """A planned removal of the given commits, or with none of the whole `folder`."""
+    """A planned removal of the given commits, or of single `files` of one; with neither of the whole `folder`."""
 
     name: str
     folder: Path
     commits: tuple[str, ...]
     nbytes: int
+    files: tuple[Path, ...] = ()
 
 
 def local_models() -> list[LocalModel]:
@@ -178,13 +179,42 @@ def plan_removal(model: str) -> Removal:
     if not folder.is_dir():
         resolve(model)
         raise not_stored
-    if revision is None:
+    named = model != f"{repo}@{revision}" and model != repo
+    if revision is None and not named:
         return Removal(repo, folder, (), _size([folder]))
-    cached, commit = store.commits(folder), store.read_ref(folder, revision)
+    cached, commit = store.commits(folder), store.read_ref(folder, revision or "main")
     if commit is None or commit not in cached:
         raise NotFoundError(f"{model} is not on this machine", code="list-models")
+    if named and (removal := _file_removal(model, folder, folder / "snapshots" / commit)) is not None:
+        return removal
+    if revision is None and len(cached) == 1:
+        return Removal(repo, folder, (), _size([folder]))
     others = [folder / "snapshots" / other for other in cached if other != commit]
     return Removal(model, folder, (commit,), _size([folder / "snapshots" / commit], without=others))
+
+
+def _file_removal(model: str, folder: Path, snapshot: Path) -> Removal | None:
+    # Other GGUF files of the repository are models of their own, and stay. None if `snapshot` holds nothing else.
+    file = split_file(named_file(model))[1]
+    files = tuple(path for name in part_names(file or "none") if os.path.lexists(path := snapshot / name))
+    if file is None or not files:
+        raise NotFoundError(f"{model} is not on this machine", code="list-models")
+    if store.gguf_files_in(snapshot) == [file] and not (snapshot / "config.json").exists():
+        return None
+    others = {os.path.realpath(path) for path in (folder / "snapshots").rglob("*") if path not in files}
+    nbytes = sum(store.file_bytes(Path(path)) for path in set(map(os.path.realpath, files)) - others)
+    return Removal(model, folder, (), nbytes, files)
+
+
+def _delete_files(removal: Removal) -> None:
+    blobs = [Path(os.path.abspath(path.parent / path.readlink())) for path in removal.files if path.is_symlink()]
+    for path in removal.files:
+        path.unlink()
+    links = [path for path in (removal.folder / "snapshots").rglob("*") if path.is_symlink()]
+    used = {os.path.abspath(path.parent / path.readlink()) for path in links}
+    for blob in blobs:
+        if blob.parent == removal.folder / "blobs" and str(blob) not in used:
+            blob.unlink(missing_ok=True)
 
 
 def remove(removal: Removal, note: Callable[[str], None]) -> None:
@@ -197,6 +227,9 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
         _delete_folder(folder)
         return
     with repo_lock(folder, removal.name, note):
+        if removal.files:
+            _delete_files(removal)
+            return
         import huggingface_hub
 
         cache = huggingface_hub.scan_cache_dir(store.hub_cache())

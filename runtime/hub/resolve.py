@@ -92,7 +92,7 @@ def _find(model: str, offline: bool) -> Source:
         if (stored := _find_stored(model)) is None:
             raise not_pulled_by_ollama(model)
         return Source(stored.name, stored.path)
-    model = _named_file(model)
+    model = named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
         if is_path(model) or model.partition("@")[0].count("/") > 1 or is_gguf_file:
@@ -122,8 +122,8 @@ def _find(model: str, offline: bool) -> Source:
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
 
 
-def _named_file(model: str) -> str:
-    # The file that `org/repo:Q4_K_M` means among those that are downloaded; `model` where there is none.
+def named_file(model: str) -> str:
+    """Return `org/repo:FILE` for a quant such as `org/repo:Q4_K_M`, of the files that are downloaded; else `model`."""
     name, quant = split_quant(model)
     if quant is None:
         return model

@@ -31,6 +31,8 @@ ESSENTIAL = frozenset(
 # Both become file names in the cache, so anything else is refused.
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+# An image projector, an importance matrix, or a model that only drafts for another one.
+_NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|^(?:mtp|eagle3|dflash|dspark)-")
 
 
 def gguf_record(file: Path) -> Path:
@@ -143,10 +145,10 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
         needed = {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
     else:
         needed = {"config.json"} | (ESSENTIAL & names)
-        if (folder / INDEX).exists():
-            needed |= set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
         if (folder / MODULES).exists():
             needed |= set(filter(MODULE_FILE.fullmatch, names))
+        if (folder / INDEX).exists():
+            needed |= set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
         elif INDEX not in needed:
             needed.add(SINGLE)
     return sorted(name for name in needed if not (folder / name).exists())
@@ -159,9 +161,18 @@ def has_adapter_files(names: Iterable[str]) -> bool:
 
 
 def gguf_files(names: Iterable[str]) -> list[str]:
-    """Return the GGUF models among `names`, sorted: whole files and first parts, without image projectors."""
-    models = (name for name in names if name.endswith(GGUF) and not name.lower().startswith("mmproj"))
+    """Return the GGUF models among `names` or paths, sorted: whole files and first parts.
+
+    Files that only accompany a model are left out, by the words in their names that llama.cpp looks for.
+    """
+    models = (name for name in names if name.endswith(GGUF) and not _NO_MODEL.search(name.rpartition("/")[2]))
     return sorted(name for name in models if part_number(name) in (None, 1))
+
+
+def gguf_files_in(folder: Path) -> list[str]:
+    """Return `gguf_files` of a folder and the folders in it, where repositories keep the parts of large models."""
+    paths = [path for pattern in ("*.gguf", "*/*.gguf") for path in list_folder(folder, pattern)]
+    return gguf_files(path.relative_to(folder).as_posix() for path in paths)
 
 
 def commits(folder: Path) -> dict[str, tuple[str, ...]]:

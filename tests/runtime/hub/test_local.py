@@ -122,6 +122,23 @@ def test_one_revision_leaves_what_another_uses() -> None:
         resolve("org/tiny")
 
 
+def test_one_gguf_file_of_a_repository_leaves_the_others(tmp_path: Path) -> None:
+    large, same = b"G" * 50, b"S" * 20
+    first = cached({"m-Q8_0.gguf": large, "m-Q4_0-00001-of-00002.gguf": b"1", "m-Q4_0-00002-of-00002.gguf": same})
+    cached({"m-BF16.gguf": same}, SECOND, ref="v2")
+    with pytest.raises(NotFoundError, match="org/tiny:Q2_K is not on this machine"):
+        removed("org/tiny:Q2_K")
+    assert removed("org/tiny:Q4_0") == 1, "the other part is a file of v2 too"
+    assert [path.name for path in first.iterdir()] == ["m-Q8_0.gguf"]
+    assert resolve("org/tiny@v2:m-BF16.gguf").folder.read_bytes() == same
+    blobs = repo_folder("org/tiny") / "blobs"
+    assert sorted(path.stat().st_size for path in blobs.iterdir()) == [20, 50]
+    removed("org/tiny:m-Q8_0.gguf")
+    assert not first.exists() and resolve("org/tiny@v2:BF16").folder.exists()
+    removed("org/tiny@v2:BF16")
+    assert rows().keys() == {"pico", "pico-draft"}
+
+
 def test_an_unfinished_download_can_be_removed() -> None:
     cached(FILES)
     shutil.rmtree(repo_folder("org/tiny") / "snapshots")
