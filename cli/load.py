@@ -15,7 +15,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import Declined, NotFoundError
-from mycli.runtime.hub.names import is_hub_name, split_file, split_name
+from mycli.runtime.hub.names import is_hub_name, split_file, split_name, split_quant
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import OpenReport, add_adapter, open_model
@@ -158,7 +158,7 @@ def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     from mycli.runtime.hub.client import Hub
 
     with Hub.connect(call.out.note) as hub:
-        if split_file(model)[1] is not None:
+        if split_file(model)[1] is not None or split_quant(model)[1] is not None:
             from mycli.runtime.hub.download import plan_download
             from mycli.runtime.hub.model_info import fetch_gguf
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, fetch_files, plan_files
-from mycli.runtime.hub.names import DATASETS, safe_name, split_name
+from mycli.runtime.hub.names import DATASETS, safe_path, split_name
 from mycli.runtime.hub.store import HubFile, read_ref, repo_folder
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")  # of a file chosen without a path, in this order
@@ -32,13 +32,13 @@ class DatasetName:
         except UsageError:
             hint = "give it as hf:org/name[@revision][:path]"
             raise UsageError(f"hf:{text}: not a dataset of the hub", hint) from None
-        if colon and not _is_safe_path(path):
+        if colon and not safe_path(path):
             raise UsageError(f"hf:{text}: {path!r:.80} is not a path in a repository", "such as data/train.jsonl")
         return cls(text, f"{DATASETS}{repo}", revision or "main", path or None)
 
     def choose(self, paths: Iterable[str]) -> str:
         """Return the file to read, of the training split if there is one. Raises NotFoundError."""
-        paths = sorted(filter(_is_safe_path, paths))
+        paths = sorted(filter(safe_path, paths))
         if self.path is None:
             candidates = [path for path in paths if path.endswith(SUFFIXES)]
             if not candidates:
@@ -54,10 +54,6 @@ def _rank(path: str) -> tuple[bool, int, str]:
     # "train" as a word: train-00000-of-00004 counts, constraints does not.
     training = re.search(r"(?:^|[^a-z])train(?:[^a-z]|$)", path) is not None
     return not training, next(i for i, suffix in enumerate(SUFFIXES) if path.endswith(suffix)), path
-
-
-def _is_safe_path(path: str) -> bool:
-    return all(safe_name(part) for part in path.split("/")) and len(path) < 1024
 
 
 def plan_dataset(hub: Hub, name: DatasetName) -> DownloadPlan:

@@ -21,7 +21,7 @@ from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.names import choose_quant, safe_name, split_file, split_name, split_quant
+from mycli.runtime.hub.names import choose_quant, safe_name, safe_path, split_file, split_name, split_quant
 from mycli.runtime.hub.partial_file import PartialFile
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.store import MAX_INDEX_BYTES, HubFile
@@ -109,7 +109,7 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
         return [*small, root[SINGLE]]
     if ADAPTER_CONFIG in root and ADAPTER_WEIGHTS in root:
         return [root[ADAPTER_CONFIG], root[ADAPTER_WEIGHTS]]
-    if ggufs := store.gguf_files(root):
+    if ggufs := store.gguf_files(file.name for file in files if safe_path(file.name)):
         more = f" and {len(ggufs) - 6} more" if ggufs[6:] else ""
         listed = ", ".join(f"{repo}:{name}" for name in ggufs[:6])
         raise ModelError(f"{repo}: no safetensors but GGUF files, each a model", f"give one: {listed}{more}")
@@ -123,24 +123,25 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
 
 
 def _select_gguf(repo: str, name: str, files: Iterable[HubFile]) -> list[HubFile]:
-    root = {file.name: file for file in files if safe_name(file.name)}
+    by_name = {file.name: file for file in files if safe_path(file.name)}
     parts = part_names(name)
     for part in parts:
-        if part not in root:
-            ggufs = store.gguf_files(root)
-            hint = f"it holds {', '.join(ggufs[:8])}" if ggufs else "it holds no GGUF file"
-            raise NotFoundError(f"{repo} has no file {part}", hint)
-    return [root[part] for part in parts]
+        if part not in by_name:
+            raise NotFoundError(f"{repo} has no file {part}", _ggufs_hint(by_name))
+    return [by_name[part] for part in parts]
 
 
 def _select_quant(repo: str, quant: str, files: Iterable[HubFile]) -> list[HubFile]:
-    root = {file.name: file for file in files if safe_name(file.name)}
-    ggufs = store.gguf_files(root)
-    name = choose_quant(ggufs, quant)
+    by_name = {file.name: file for file in files if safe_path(file.name)}
+    name = choose_quant(store.gguf_files(by_name), quant)
     if name is None:
-        hint = f"it holds {', '.join(ggufs[:8])}" if ggufs else "it holds no GGUF file"
-        raise NotFoundError(f"{repo} has no GGUF file of {quant}", hint)
-    return _select_gguf(repo, name, root.values())
+        raise NotFoundError(f"{repo} has no GGUF file of {quant}", _ggufs_hint(by_name))
+    return _select_gguf(repo, name, by_name.values())
+
+
+def _ggufs_hint(names: Iterable[str]) -> str:
+    ggufs = store.gguf_files(names)
+    return f"it holds {', '.join(ggufs[:8])}" if ggufs else "it holds no GGUF file"
 
 
 def read_small_file(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:

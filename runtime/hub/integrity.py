@@ -48,7 +48,14 @@ def find_local(model: str) -> Source:
 
 
 def _folder(source: Source) -> Path:
-    return source.folder.parent if is_gguf(source.folder) else source.folder
+    if not is_gguf(source.folder):
+        return source.folder
+    # A GGUF file of a repository may lie in a folder of the snapshot.
+    return next(filter(_is_snapshot, source.folder.parents), source.folder.parent)
+
+
+def _is_snapshot(folder: Path) -> bool:
+    return folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) is not None
 
 
 def _record(source: Source) -> Path:
@@ -63,11 +70,12 @@ def has_record(source: Source) -> bool:
 def files_to_verify(source: Source) -> dict[str, HubFile]:
     """Return the expected size and hash of each file, by name. Raises ModelError if none are known."""
     folder = _folder(source)
-    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+    if _is_snapshot(folder):
         files = _cached_files(folder)
         if folder == source.folder:
             return files
-        return {name: files.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
+        names = part_names(source.folder.relative_to(folder).as_posix())
+        return {name: files.get(name, HubFile(name, 0, "0" * 64)) for name in names}
     record = _record(source)
     if not record.exists():
         hint = "models that were pulled or quantized by mycli can be verified"
@@ -87,11 +95,12 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
 def _cached_files(snapshot: Path) -> dict[str, HubFile]:
     tree = {file.name: file for file in store.read_tree(snapshot.parent.parent, snapshot.name) or ()}
     files = {}
-    for path in snapshot.iterdir():
-        if path.name in tree:
-            files[path.name] = tree[path.name]
+    for path in snapshot.rglob("*"):
+        name = path.relative_to(snapshot).as_posix()
+        if name in tree:
+            files[name] = tree[name]
         elif path.is_symlink() and DIGEST.fullmatch(path.readlink().name):
-            files[path.name] = HubFile(path.name, store.file_bytes(path), path.readlink().name)
+            files[name] = HubFile(name, store.file_bytes(path), path.readlink().name)
     with suppress(ModelError):  # a damaged index: its own hash shows it
         for name in store.missing_files(snapshot, tree.values()):
             files.setdefault(name, tree.get(name, HubFile(name, 0, "0" * 64)))

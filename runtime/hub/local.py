@@ -83,7 +83,7 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
     for commit, refs in store.commits(folder).items():
         name = repo if "main" in refs else f"{repo}@{next(iter(refs), commit)}"
         snapshot = folder / "snapshots" / commit
-        ggufs = store.gguf_files(path.name for path in snapshot.glob("*"))
+        ggufs = store.gguf_files_in(snapshot)
         for file in ggufs:
             nbytes = sum(store.file_bytes(snapshot / part) for part in part_names(file))
             yield LocalModel(f"{name}:{file}", "hub", snapshot / file, commit, nbytes, _load_problem(snapshot / file))

@@ -115,9 +115,9 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
     Raises what `plan_download` raises, and ModelError for invalid files.
     """
     plan = plan_download(hub, model)
-    if split_file(model)[1] is not None:
+    if split_file(plan.model)[1] is not None:
         gguf = fetch_gguf(hub, plan)
-        source = Source(model, gguf.path, plan.repo, plan.commit)
+        source = Source(plan.model, gguf.path, plan.repo, plan.commit)
         return _gather(source, gguf, gguf.manifest.tensors, list(plan.warnings), remote=True)
     tensors: dict[str, TensorEntry] = {}
     with tempfile.TemporaryDirectory(prefix="mycli-") as name:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 from mycli.runtime.errors import NotFoundError, UsageError
 
@@ -41,8 +42,9 @@ def normalize_model_name(model: str) -> str:
     match = _ADDRESS.fullmatch(re.sub(r"^ollama (?:run|pull) (?=(?:hf\.co|huggingface\.co)/)", "", model.strip()))
     if match is None:
         return model
-    file = re.search(r"/(?:resolve|blob)/[^/?#\s]+/([^/?#\s]+\.gguf)(?:[?#]|$)", model.strip())
-    return (match[1] or match[3]) + (f"@{match[2]}" if match[2] else "") + (f":{file[1]}" if file else "")
+    file = re.search(r"/(?:resolve|blob)/[^/?#\s]+/([^?#\s]+\.gguf)(?:[?#]|$)", model.strip())
+    name = (match[1] or match[3]) + (f"@{match[2]}" if match[2] else "") + (f":{file[1]}" if file else "")
+    return unquote(name)  # a revision such as refs/pr/1 is one segment of an address: refs%2Fpr%2F1
 
 
 def suggest_models(name: str) -> list[str]:
@@ -61,14 +63,15 @@ def is_path(model: str) -> bool:
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether `model` has the shape of `org/repo[@revision]`; `split_name` checks the characters."""
-    return not is_path(model) and model.partition("@")[0].count("/") == 1
+    """Return whether `model` has the shape of `org/repo[@revision][:file]`; `split_name` checks the characters."""
+    return not is_path(model) and re.split("[@:]", model, maxsplit=1)[0].count("/") == 1
 
 
 def split_file(model: str) -> tuple[str, str | None]:
-    """Split `org/repo[@revision]:NAME.gguf` into name and file; the file is None where there is none."""
+    """Split `org/repo[@revision]:[FOLDER/]NAME.gguf` into name and file; the file is None where there is none."""
     name, _, file = model.partition(":")
-    return (name, file) if file.endswith(GGUF) and is_hub_name(name) else (model, None)
+    named = file.endswith(GGUF) and is_hub_name(name) and ("/" not in file or safe_path(file))
+    return (name, file) if named else (model, None)
 
 
 def split_quant(model: str) -> tuple[str, str | None]:
@@ -80,10 +83,10 @@ def split_quant(model: str) -> tuple[str, str | None]:
 def choose_quant(names: Iterable[str], quant: str) -> str | None:
     """Return the GGUF file among `names` (whole files and first parts) that a quant such as Q4_K_M means.
 
-    The quant must be a word of the name, in either case. Of several files the shortest name counts, then the first in
-    order: `UD-Q4_K_M` has a word more than `Q4_K_M`.
+    The quant must be a word of the name, or the folder of the file, in either case. Of several files the shortest name
+    counts, then the first in order: `UD-Q4_K_M` has a word more than `Q4_K_M`.
     """
-    word = re.compile(rf"(?:^|[-._]){re.escape(quant)}(?=[-.]|$)", re.IGNORECASE)
+    word = re.compile(rf"(?:^|[-._/]){re.escape(quant)}(?=[-./]|$)", re.IGNORECASE)
     matching = [name for name in names if word.search(name.removesuffix(GGUF))]
     return min(matching, key=lambda name: (len(name), name), default=None)
 
@@ -121,3 +124,8 @@ def split_name(model: str) -> tuple[str, str | None]:
 def safe_name(name: str) -> bool:
     """Return whether a file of this name may be written: a plain name in the repository's root, not a path (A20)."""
     return _NAME.fullmatch(name) is not None
+
+
+def safe_path(path: str) -> bool:
+    """Return whether a file of this path in a repository may be written below the repository's root (A20)."""
+    return len(path) < 1024 and all(map(safe_name, path.split("/")))

@@ -95,7 +95,7 @@ def _find(model: str, offline: bool) -> Source:
     model = named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
-        if is_path(model) or model.partition("@")[0].count("/") > 1 or is_gguf_file:
+        if is_path(model) or (model.partition("@")[0].count("/") > 1 and not is_hub_name(model)) or is_gguf_file:
             return _resolve_path_or_stored(model)
         meanings = _meanings(model)
         if len(meanings) > 1:
@@ -131,7 +131,7 @@ def named_file(model: str) -> str:
     folder = store.repo_folder(repo)
     commit = store.read_ref(folder, revision or "main")
     snapshot = folder / "snapshots" / (commit or "none")
-    file = choose_quant(store.gguf_files(path.name for path in store.list_folder(snapshot)), quant)
+    file = choose_quant(store.gguf_files_in(snapshot), quant)
     return model if file is None else f"{name}:{file}"
 
 
@@ -165,7 +165,7 @@ def _resolve_path(model: str) -> Source:
         raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
     if (folder / "config.json").exists():
         return Source(model, folder)
-    if ggufs := store.gguf_files(path.name for path in store.list_folder(folder)):
+    if ggufs := store.gguf_files_in(folder):
         listed = _listed([str(folder / name) for name in ggufs], 4)
         raise ModelError(f"{model}: GGUF files without config.json", f"give one: {listed}")
     if not is_adapter(folder):
@@ -223,7 +223,7 @@ def _resolve_cached(model: str, offline: bool) -> Source:
         raise not_found(f"not on this machine{here}")
     snapshot = folder / "snapshots" / commit
     if missing := missing_in(commit):
-        ggufs = [] if file else store.gguf_files(path.name for path in store.list_folder(snapshot))
+        ggufs = [] if file else store.gguf_files_in(snapshot)
         if ggufs:
             choices = " or ".join(f"{model}:{name}" for name in ggufs[:4])
             raise NotFoundError(f"{model}: GGUF files of it are here, each a model of its own", f"give one: {choices}")

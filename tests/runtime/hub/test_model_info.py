@@ -145,6 +145,33 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
         resolve(model)
 
 
+def test_gguf_files_in_folders_of_a_repository(gguf_file: bytes, server: HubServer) -> None:
+    """Repositories keep the parts of large models in one folder for each quant."""
+    part = "Q8_0/pico-Q8_0-00001-of-00001.gguf"
+    repo = {
+        part: gguf_file,
+        "BF16/pico-BF16.gguf": b"x" * 5000,
+        "imatrix_pico.gguf": b"x",
+        "pico-mmproj-Q8_0.gguf": b"x",
+    }
+    server.add("org/folders", repo)
+    with Hub(server.address(), None, lambda text: None, RetryPolicy(base_delay=0.01)) as hub:
+        with pytest.raises(ModelError) as caught:
+            plan_download(hub, "org/folders")
+        assert caught.value.hint == f"give one: org/folders:BF16/pico-BF16.gguf, org/folders:{part}"
+        with pytest.raises(NotFoundError) as missing:
+            plan_download(hub, "org/folders:Q4_0")
+        assert missing.value.hint == f"it holds BF16/pico-BF16.gguf, {part}"
+        assert fetch_model_info(hub, "org/folders:Q8_0").source.name == f"org/folders:{part}"
+        plan = plan_download(hub, "org/folders:Q8_0")
+        source = fetch_files(hub, plan, force=False, advance=lambda count: None)
+    assert resolve("org/folders:Q8_0") == resolve(f"org/folders:{part}") == source
+    assert read_model_info(source).eos
+    assert [(stored.name, stored.problem) for stored in local_models() if stored.kind == "hub"] == [(source.name, "")]
+    checked = verify_files(source, files_to_verify(source), lambda count: None)
+    assert [(file.name, file.state) for file in checked] == [(part, "ok")]
+
+
 @pytest.mark.parametrize("name", ["org/files:../x.gguf", "org/files:a/b.gguf", "a/b/c:x.gguf", "files:x.gguf"])
 def test_names_of_files_that_are_none(name: str, server: HubServer) -> None:
     with pytest.raises((NotFoundError, UsageError, ModelError)):

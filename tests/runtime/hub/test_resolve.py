@@ -343,6 +343,8 @@ def test_what_is_no_repository(name: str) -> None:
         ("https://huggingface.co/org/files/blob/main/a-Q4_K_M.gguf", "org/files@main:a-Q4_K_M.gguf"),
         ("https://huggingface.co/org/files/resolve/main/a.gguf?download=true", "org/files@main:a.gguf"),
         ("https://huggingface.co/org/files/blob/main/README.md", "org/files@main"),
+        ("https://huggingface.co/org/files/blob/main/Q4_0/a.gguf", "org/files@main:Q4_0/a.gguf"),
+        ("https://huggingface.co/org/files/tree/refs%2Fpr%2F1", "org/files@refs/pr/1"),
         ("org/files:a.gguf", "org/files:a.gguf"),
     ],
 )
@@ -358,6 +360,7 @@ def test_an_address_of_a_gguf_file_names_the_file(typed: str, name: str) -> None
 def test_a_quant_names_the_file_with_that_word_and_the_shortest_name(quant: str, file: str | None) -> None:
     files = ["m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf", "m-IQ4_XS.gguf", "m.q8_0-00001-of-00002.gguf", "m-Q4_K_M-long.gguf"]
     assert choose_quant(files, quant) == file
+    assert choose_quant([f"{quant}/m-00001-of-00002.gguf"], quant), "the folder of its parts"
 
 
 @pytest.mark.parametrize("model", ["org/m:Q4_K_M", "hf.co/org/m:Q4_K_M", "ollama run hf.co/org/m:Q4_K_M"])
