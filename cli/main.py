@@ -254,6 +254,8 @@ def decode_argument(word: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     prepare_streams()
+    if os.path.expanduser("~") == "~":  # no HOME, and a user without an entry in the user database: as containers do
+        os.environ["HOME"] = "/"
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     words = [decode_argument(word) for word in sys.argv[1:]] if arguments is None else arguments
     sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

@@ -131,6 +131,26 @@ def test_a_full_disk_behind_stdout_is_5(text: str, environment: dict[str, str]) 
     assert len(errors.splitlines()) == 2, "nothing of the interpreter's own"
 
 
+def test_a_full_disk_behind_the_json_answer_is_5(environment: dict[str, str]) -> None:
+    """The error cannot be a field of the answer, so it is printed on stderr."""
+    with open("/dev/full", "w") as full:
+        code, _, errors = probe("call.out.json({'a': 1})", environment, "--json", stdout=full)
+    assert code == 5 and errors.startswith("error: standard output: No space left") and len(errors.splitlines()) == 2
+
+
+def test_a_full_disk_behind_stderr_ends_nothing(environment: dict[str, str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = probe("call.out.note('begun'); call.out.result('done')", environment, stderr=full)
+    assert done[:2] == (0, "done\n")
+
+
+def test_a_user_without_a_home_folder(environment: dict[str, str]) -> None:
+    code = "import pwd; pwd.getpwuid = {}.__getitem__; from mycli.cli.main import main; main(['list', '--json'])"
+    without = {name: value for name, value in environment.items() if name != "HOME"}
+    done = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["models"]
+
+
 @pytest.mark.parametrize("close_fds", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_closed_streams_do_no_harm(close_fds: str, environment: dict[str, str]) -> None:
     command = f'exec "$0" -m mycli.cli estimate pico {close_fds}'
