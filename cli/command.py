@@ -38,6 +38,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed on the way out."""
 
 
+_OFFLINE = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]  # both, in this order, as huggingface_hub reads them
 NAMES = {"model", "models", "draft", "ref"}  # parameters that are names of models
 MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is visible
 _RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EROFS}
@@ -66,7 +67,7 @@ class CommonFlags:
     quiet: Annotated[bool, options.flag("-q --quiet", "Print only the result, warnings and errors.")] = False
     verbose: Annotated[bool, options.flag("-v --verbose", "Print more details.")] = False
     debug: Annotated[bool, options.flag("--debug", "Print the traceback of an error.")] = False
-    offline: Annotated[bool, options.flag("--offline", "Never use the network.", envvar="HF_HUB_OFFLINE")] = False
+    offline: Annotated[bool, options.flag("--offline", "Never use the network.", envvar=_OFFLINE)] = False
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)] = False
     device: Annotated[str, typer.Option("--device", hidden=True)] = "auto"
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, hidden=True)] = None

@@ -127,7 +127,7 @@ def test_the_token_of_the_file_is_sent(server: HubServer, mycli_process: Mycli, 
 
 
 def test_d12_offline_nothing_is_asked(server: HubServer, mycli: Mycli) -> None:
-    for env in ({"HF_HUB_OFFLINE": "1"}, {"MYCLI_OFFLINE": "1"}):
+    for env in ({"HF_HUB_OFFLINE": "1"}, {"MYCLI_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1"}):
         done = mycli("pull", REPO, env=env)
         assert done.returncode == 4 and "is not on this machine" in done.stderr
         assert mycli("show", REPO, env=env).returncode == 4
