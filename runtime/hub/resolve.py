@@ -103,9 +103,9 @@ def _find(model: str, offline: bool) -> Source:
         for source in meanings.values():
             if source is not None:
                 return source
-        if "/" in model:
+        if "/" in model and (meanings or not Path(model).is_file()):
             return _resolve_cached_or_stored(model, offline)
-        if Path(model).is_dir():
+        if "/" in model or Path(model).is_dir():
             return _resolve_path(model)
         if (stored := _find_stored(model)) is not None:
             return Source(model, stored.path)

@@ -378,6 +378,13 @@ def test_names_of_ollama_are_explained(model: str) -> None:
         assert "Qwen/Qwen3" in caught.value.data["candidates"]
 
 
+def test_a_file_in_a_folder_is_not_looked_for_on_the_hub(folders: Path) -> None:
+    (folders / "work" / "sub").mkdir()
+    (folders / "work" / "sub" / "model.safetensors").touch()
+    error = failure("sub/model.safetensors")
+    assert "a file, but a model is" in error.message and remedy(error) == "give its folder: sub"
+
+
 def test_long_lists_are_cut(folders: Path) -> None:
     for number in range(6):
         (folders / "work" / "sub").mkdir(exist_ok=True)
