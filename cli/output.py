@@ -219,8 +219,13 @@ class Output:
         if self._deferred is not None:
             self._deferred.append(text)
             return
-        self._stderr.write(text)
-        self._stderr.flush()
+        try:
+            self._stderr.write(text)
+            self._stderr.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:  # a full disk behind stderr must not end hours of work
+            return
 
     def note(self, text: str) -> None:
         """Print a line for the user; -q hides it."""
@@ -290,8 +295,9 @@ class Output:
             self._write_note(sanitize("".join(traceback.format_exception(cause or error))))
         if self.json_mode:
             answer, self._answer = self._answer or {}, None
-            self.json_record({**answer, "error": error_fields(error, self.subject)})
-            return
+            with suppress(ResourceError):  # a standard output that takes nothing: the error goes to stderr
+                self.json_record({**answer, "error": error_fields(error, self.subject)})
+                return
         hint = remedy(error, self.subject)
         text = f"error: {one_line(error.message)}" + (f"\nhint: {one_line(hint)}" if hint else "")
         self._write_note(self._wrapped(text))
