@@ -50,6 +50,8 @@ class Manifest:
             reason = error.strerror if isinstance(error, OSError) else error
             raise NotFoundError(f"{folder}: {reason}", code="name-or-pull") from None
         index = read_index(folder) if INDEX in present else None
+        if index is not None and SINGLE in present and present.isdisjoint(index.values()):
+            index = None  # of earlier shards, left next to a single file: transformers reads the file
         if index is None and SINGLE not in present:
             raise _no_weights(present, folder)
         names = [SINGLE] if index is None else sorted(set(index.values()))

@@ -101,10 +101,12 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
     if INDEX in root:
         index = parse_object(read_small_file(hub, repo, commit, root[INDEX]), INDEX, MAX_INDEX_BYTES)
         shards = store.read_shards(index)
-        for name in shards:
-            if name not in root:
-                raise ModelError(f"{INDEX}: names {name}, which {repo} does not hold", "the repository is incomplete")
-        return [*small, root[INDEX], *(root[name] for name in shards)]
+        absent = [name for name in shards if name not in root]
+        if not absent:
+            return [*small, root[INDEX], *(root[name] for name in shards)]
+        # An index of earlier shards, left next to a single file: transformers reads the file.
+        if SINGLE not in root or len(absent) < len(shards):
+            raise ModelError(f"{INDEX}: names {absent[0]}, which {repo} does not hold", "the repository is incomplete")
     if SINGLE in root:
         return [*small, root[SINGLE]]
     if ADAPTER_CONFIG in root and ADAPTER_WEIGHTS in root:

@@ -148,7 +148,12 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
         if (folder / MODULES).exists():
             needed |= set(filter(MODULE_FILE.fullmatch, names))
         if (folder / INDEX).exists():
-            needed |= set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
+            shards = set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
+            # An index of shards that are all gone may lie next to a single file: see `Manifest.open`.
+            if any((folder / name).exists() for name in shards) or not (folder / SINGLE).exists():
+                needed |= shards
+        elif (folder / SINGLE).exists():
+            needed.discard(INDEX)
         elif INDEX not in needed:
             needed.add(SINGLE)
     return sorted(name for name in needed if not (folder / name).exists())

@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.hub.store import missing_files
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
@@ -45,6 +46,19 @@ def test_shards(tmp_path: Path) -> None:
     manifest = Manifest.open(sharded(tmp_path))
     assert {name: entry.file for name, entry in manifest.tensors.items()} == {"a": SHARDS[0], "b": SHARDS[1]}
     assert manifest.warnings == ()
+
+
+def test_a_single_file_counts_next_to_an_index_of_shards_that_are_gone(tmp_path: Path) -> None:
+    """As in transformers; published copies of a model often keep the index of the original's shards."""
+    (sharded(tmp_path) / SINGLE).write_bytes(simple(**A, **B))
+    assert set(Manifest.open(tmp_path).files) == set(SHARDS), "a whole set of shards comes first"
+    (tmp_path / SHARDS[1]).unlink()
+    with pytest.raises(ModelError, match=f"{SHARDS[1]} missing"):
+        Manifest.open(tmp_path)
+    (tmp_path / SHARDS[0]).unlink()
+    manifest = Manifest.open(tmp_path)
+    assert set(manifest.files) == {SINGLE} and set(manifest.tensors) == {"a", "b"}
+    assert missing_files(tmp_path, None) == ["config.json"]
 
 
 @pytest.mark.parametrize("case", ["A1-empty", "A6-one-byte-short", "A11-duplicate-name", "A18-html", "A18-zip"])

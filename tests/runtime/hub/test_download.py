@@ -102,6 +102,10 @@ def test_sharded_models_fetch_the_shards_of_the_index(server: HubServer) -> None
     assert resolve(REPO) == source
     server.add(REPO, {**extra, "model-1-of-2.safetensors": b"x"})
     assert "model-2-of-2.safetensors, which org/tiny does not hold" in failing(server).message
+    server.add(REPO, {**extra, "model.safetensors": WEIGHTS})
+    source = fetch(server)
+    assert contents(source.folder).keys() == {"model.safetensors", "config.json"}, "the index is of earlier shards"
+    assert resolve(REPO) == source
 
 
 def test_a_long_listing_comes_in_pages(server: HubServer) -> None:
