@@ -5,6 +5,7 @@ every byte is checked by size and hash before the file gets its name, and the br
 GGUF, JSON and templates are fetched; pickles never are (A19).
 """
 
+import errno
 import json
 import os
 import threading
@@ -29,6 +30,7 @@ from mycli.runtime.utils.files import locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
 from mycli.runtime.utils.units import human_bytes
 
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # Formats whose loaders can run code from the file.
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 
@@ -63,7 +65,7 @@ def plan_files(
     commit = hub.commit(repo, revision)
     tree = hub.tree(repo, commit)
     files = tuple(choose(commit, store.parse_tree(tree)))
-    missing = tuple(file for file in files if _find_blob(repo, file) is None)
+    missing = tuple(file for file in files if _find_stored(repo, commit, file) is None)
     new_bytes = sum(_bytes_left(repo, file) for file in {file.digest: file for file in missing}.values())
     return DownloadPlan(model, repo, revision or "main", commit, tree, files, missing, new_bytes)
 
@@ -148,8 +150,8 @@ def _ggufs_hint(names: Iterable[str]) -> str:
 
 def read_small_file(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
     """Return the verified contents of a file of at most 32 MiB, from the cache or the hub. Writes nothing."""
-    if (blob := _find_blob(repo, file)) is not None:
-        return blob.read_bytes()
+    if (path := _find_stored(repo, commit, file)) is not None:
+        return path.read_bytes()
     if file.size > MAX_INDEX_BYTES:
         problem = f"{human_bytes(file.size)}, more than the {human_bytes(MAX_INDEX_BYTES)} allowed"
         raise ModelError(f"{file.name}: {problem}", "this is not a model")
@@ -165,8 +167,10 @@ def _blob(repo: str, file: HubFile) -> Path:
     return store.repo_folder(repo) / "blobs" / file.digest
 
 
-def _find_blob(repo: str, file: HubFile) -> Path | None:
-    path = _blob(repo, file)
+def _find_stored(repo: str, commit: str, file: HubFile) -> Path | None:
+    path, unlinked = _blob(repo, file), store.repo_folder(repo) / "snapshots" / commit / file.name
+    if unlinked.is_file() and not unlinked.is_symlink():  # see `_link`
+        path = unlinked
     return path if path.exists() and store.file_bytes(path) == file.size else None
 
 
@@ -216,7 +220,7 @@ def fetch_files(hub: Hub, plan: DownloadPlan, *, force: bool, advance: Callable[
         record = {"format_version": 1, "files": dict(sorted(plan.tree.values.items()))}
         write_atomic(folder / "trees" / f"{plan.commit}.json", json.dumps(record, indent=1).encode())
         for file in plan.files:
-            if _find_blob(plan.repo, file) is None:
+            if _find_stored(plan.repo, plan.commit, file) is None:
                 _fetch(hub, plan, file, advance)
             elif file in plan.missing:
                 # Downloaded by another process since the plan was made (D6).
@@ -238,7 +242,7 @@ def _fetch(hub: Hub, plan: DownloadPlan, file: HubFile, advance: Callable[[float
             try:
                 os.replace(path, _blob(plan.repo, file))
             except FileNotFoundError:  # without working locks, another process has renamed the same bytes
-                if _find_blob(plan.repo, file) is None:
+                if _find_stored(plan.repo, plan.commit, file) is None:
                     raise
             return
         path.unlink(missing_ok=True)
@@ -256,13 +260,20 @@ def _hash_mismatch(repo: str, file: HubFile) -> GateError:
 
 def _link(pointer: Path, blob: Path) -> None:
     target = Path(os.path.relpath(blob, pointer.parent))
-    if pointer.is_symlink() and pointer.readlink() == target:
+    if (pointer.is_symlink() and pointer.readlink() == target) or not blob.exists():  # the latter: moved, see below
         return
     pointer.parent.mkdir(parents=True, exist_ok=True)
     # Symlinks are replaced by a rename, so that a reader never finds the name missing.
     temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
+    try:
+        temporary.symlink_to(target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # A file system without symlinks, such as exFAT: the file itself is moved there, as huggingface_hub does.
+        os.replace(blob, pointer)
+        return
     os.replace(temporary, pointer)
 
 

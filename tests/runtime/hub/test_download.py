@@ -16,6 +16,7 @@ from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, ResourceEr
 from mycli.runtime.hub import download
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
+from mycli.runtime.hub.integrity import files_to_verify, verify_files
 from mycli.runtime.hub.resolve import Source, resolve
 from tests.support.hub_server import HubServer, safetensors
 from tests.support.pulling import FILES, QUICK, REPO, WANTED, WEIGHTS, Notes, contents, failing, fetch, leftovers
@@ -33,6 +34,25 @@ def test_only_what_a_model_needs_is_fetched(server: HubServer, folders: Path) ->
     assert not leftovers(folders) and not notes
     assert resolve(REPO) == source
     assert not [r for r in server.log if "pickle" in r.path or ".bin" in r.path or ".py" in r.path]
+
+
+def test_a_file_system_without_symlinks(server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    server.add(REPO, FILES)
+    source = fetch(server)
+    assert contents(source.folder) == {name: FILES[name] for name in WANTED}
+    assert not any(path.is_symlink() for path in source.folder.iterdir()) and not leftovers(folders)
+    assert fetch(server) == source == resolve(REPO) and len(server.requests("storage:")) == 1, "nothing comes again"
+    checked = verify_files(source, files_to_verify(source), lambda count: None)
+    assert {file.state for file in checked} == {"ok"}
+    (source.folder / "config.json").unlink()
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_CACHE", str(folders))
+    assert fetch(server) == source, "also after the cache was copied to a file system with symlinks"
+    assert contents(source.folder) == {name: FILES[name] for name in WANTED}
 
 
 def test_modules_of_an_embedding_model_are_fetched(server: HubServer) -> None:
