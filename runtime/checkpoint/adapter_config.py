@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields, read_object
 
@@ -115,7 +116,11 @@ def _matching(patterns: Mapping[str, _Value], module: str, default: _Value) -> _
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+    """Return whether a folder holds a LoRA adapter and no model; training programs add the model's config.json."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    weights = any((folder / name).exists() for name in (SINGLE, INDEX))
+    return not (folder / "config.json").exists() or ((folder / ADAPTER_WEIGHTS).is_file() and not weights)
 
 
 def adapter_base(folder: Path) -> str:

@@ -201,6 +201,8 @@ def test_a_folder_of_both_is_a_model(model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", {})
     assert is_adapter(folder) and not is_adapter(model)
     (folder / "config.json").write_text("{}")
+    assert is_adapter(folder)
+    (folder / "model.safetensors").touch()
     assert not is_adapter(folder)
 
 

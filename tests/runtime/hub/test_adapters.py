@@ -73,6 +73,19 @@ def test_one_that_is_cut_off_says_what_it_lacks(server: HubServer, files: dict[s
         resolve_adapter(REPO)
 
 
+def test_the_config_of_the_model_may_lie_in_the_folder(server: HubServer, files: dict[str, bytes]) -> None:
+    """Training programs write it there; huggingface_hub downloads it."""
+    server.add(REPO, files)
+    folder = fetch(server).folder
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert resolve_adapter(REPO).folder == folder == resolve_adapter(str(folder)).folder
+    assert [(model.kind, model.problem) for model in local_models() if model.name == REPO] == [("adapter", "")]
+    with pytest.raises(ModelError, match="a LoRA adapter, which needs its model"):
+        resolve(str(folder))
+    (folder / "model.safetensors").touch()
+    assert resolve(str(folder)).folder == folder, "a whole model, whatever lies next to it"
+
+
 def test_a_model_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pico: not a LoRA adapter"):
         resolve_adapter("pico")
