@@ -224,9 +224,8 @@ class Engine:
             outputs += self._texts.step() if self._texts.waiting else []
             self.step_seconds = time.perf_counter() - began
             return outputs
-        for sequence in self.scheduler.expired():
-            if self.scheduler.get(sequence.id) is not None:
-                outputs += self._finish_all(sequence, "deadline")
+        while expired := self.scheduler.expired():  # a branch is queued, and so expires, when its sequence has ended
+            outputs += self._finish_all(expired[0], "deadline")
         scheduled = self.scheduler.schedule(None if self.speculator is None else self._draft_budget)
         self._copy_blocks()
         self.step_seconds = 0.0

@@ -203,6 +203,15 @@ def test_waiting_ends_at_the_deadline(pico: ModelRunner) -> None:
     assert drain(engine)[0][-1].finish_reason == "length"
 
 
+def test_all_replies_to_a_prompt_that_waited_too_long_end_without_a_token(pico: ModelRunner) -> None:
+    now = [0.0]
+    engine = Engine(pico, CacheShape.contiguous(64), 4096, clock=lambda: now[0])
+    engine.submit_replies(Request(tuple(PROMPT), limit=4, deadline=2.0), 3)
+    now[0] = 2.0
+    outputs = [output for replies in drain(engine).values() for output in replies]
+    assert [(output.finish_reason, output.tokens) for output in outputs] == [("deadline", ())] * 3
+
+
 @pytest.mark.parametrize("deadline", [None, 5.0])
 def test_a_grammar_ends_the_reply_by_the_deadline(deadline: float | None) -> None:
     def clock() -> float:
