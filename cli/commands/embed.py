@@ -56,10 +56,11 @@ def embed(
         rows = []
         for start in range(0, len(texts), _TOGETHER):
             vectors = opened.embed(texts[start : start + _TOGETHER], prompt, dimensions, first=start + 1)
-            rows.append(vectors.numpy())
-            if output is None:
-                for index, vector in enumerate(vectors.tolist(), start):
-                    call.out.json_record({"index": index, "embedding": vector})
+            if output is not None:
+                rows.append(vectors.numpy())
+                continue
+            for index, vector in enumerate(vectors.tolist(), start):
+                call.out.json_record({"index": index, "embedding": vector})
     if output is not None:
         import numpy
 

@@ -110,20 +110,24 @@ class OpenedModel:
             known = ", ".join(embedder.spec.prompts) or "none"
             raise UsageError(f"the model has no prompt {prompt!r:.60}", f"it has: {known}") from None
         numbers: list[int] = []
-        states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
-        for number, text in enumerate(texts, first):
-            tokens = tuple(self.tokenizer.encode(before + text, add_special=True))
-            try:
-                numbers.append(self.engine.submit(Request(tokens, limit=0, hidden_states=states)))
-            except UsageError as error:
-                raise error.with_message(f"text {number}: {error.message}") from None
         vectors: dict[int, Tensor] = {}
-        while len(vectors) < len(numbers):
-            for output in self.engine.step():
-                if output.error is not None:
-                    raise output.error
-                if output.hidden is not None:
-                    vectors[output.sequence] = embedder.vector(output.hidden, dimensions)
+        states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
+        try:
+            for number, text in enumerate(texts, first):
+                tokens = tuple(self.tokenizer.encode(before + text, add_special=True))
+                try:
+                    numbers.append(self.engine.submit(Request(tokens, limit=0, hidden_states=states)))
+                except UsageError as error:
+                    raise error.with_message(f"text {number}: {error.message}") from None
+            while len(vectors) < len(numbers):
+                for output in self.engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    if output.hidden is not None:
+                        vectors[output.sequence] = embedder.vector(output.hidden, dimensions)
+        finally:
+            for number in numbers:
+                self.engine.cancel(number)
         return torch.stack([vectors[number] for number in numbers])
 
     def memory_used(self) -> int:

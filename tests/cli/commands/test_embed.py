@@ -6,7 +6,11 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.errors import UsageError
+from mycli.runtime.open import open_model
 from tests.support.command_line import Mycli
 from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding
 
@@ -81,6 +85,14 @@ def test_texts_of_several_batches_are_numbered_through(
     assert numpy.allclose(embedded(mycli(*common, input="\n".join(texts)).stdout), whole, atol=1e-5)
     refused = mycli(*common, input="\n".join([*texts[:4], "a " * 600]))
     assert refused.returncode == 2 and "text 5: the prompt has" in refused.stderr
+
+
+def test_a_refused_text_leaves_no_others_in_the_engine(model: Path) -> None:
+    with open_model(str(model), EngineConfig(device="cpu", context=64), offline=True) as opened:
+        expected = opened.embed(["a b"])
+        with pytest.raises(UsageError, match="text 2: the prompt has"):
+            opened.embed(["Hello", "a " * 100])
+        assert torch.equal(opened.embed(["a b"]), expected)
 
 
 @pytest.mark.parametrize(
