@@ -70,7 +70,8 @@ def quantize_to_gguf(
         )
 
     work = plan(recipe)
-    check_gguf_resources(work, run.target, overwrite=run.overwrite)
+    work_folder = run.work_folder or pipeline.default_work_folder(run.target)
+    check_gguf_resources(work, run.target, work_folder, overwrite=run.overwrite)
     if recipe.target_size is not None:
         call.out.note("choosing the type of each layer: makes a temporary copy and measures what each layer loses")
         with progress() as report:
@@ -81,7 +82,6 @@ def quantize_to_gguf(
     announce_placement(call, run.placement)
     announce_build(call, run.placement)
     call.out.note(f"{run.source.label} → {run.target.name}: {_steps(work)}")
-    work_folder = run.work_folder or pipeline.default_work_folder(run.target)
     try:
         with progress() as report:
             return quantize_gguf(

@@ -27,7 +27,7 @@ from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.planning.grouping import sum_of_needs
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
-from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy
+from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy, require_disk
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import QualityReport, choose_head, measure_result
 from mycli.quant.recipe import Recipe
@@ -119,11 +119,12 @@ def quantize(
     UsageError or ResourceError from `check_resources`.
     """
     began = time.monotonic()
-    check_resources(work, target, overwrite=overwrite)
+    work_folder = work_folder or default_work_folder(target)
+    check_resources(work, target, overwrite=overwrite, work_folder=None if in_place else work_folder)
     with memory_errors(work.need), ExitStack() as stack:
         shared = shared or SharedWork()
         how = _Options(placement, shared, overwrite, restart, balances)
-        copy = _Copy(stack, work, target, how, work_folder or default_work_folder(target), in_place)
+        copy = _Copy(stack, work, target, how, work_folder, in_place)
         (layers,) = _solved([copy], progress, note)
         return copy.finish(layers, progress, began)
 
@@ -143,6 +144,7 @@ def quantize_copies(
     began = time.monotonic()
     for work, target in copies:
         check_resources(work, target, overwrite=overwrite)
+    require_disk(need for work, target in copies for need in work.disk_needs(target, default_work_folder(target)))
     with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
         how = _Options(placement, shared, overwrite, restart)
         opened = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]

@@ -271,7 +271,8 @@ def quantize(
         call.out.note(
             f"the output head stays unquantized: {head} of {human_bytes(work.size.bytes)}; --head int8 halves it"
         )
-    planning.check_resources(work, target, overwrite=overwrite)
+    work_folder = work_dir or pipeline.default_work_folder(target)
+    planning.check_resources(work, target, overwrite=overwrite, work_folder=work_folder)
     if recipe.target_bpw is not None:
         began = time.monotonic()
         work = plan(_with_widths(call, work, placement, target))
@@ -291,13 +292,13 @@ def quantize(
                 target,
                 placement,
                 overwrite=overwrite,
-                work_folder=work_dir,
+                work_folder=work_folder,
                 restart=restart,
                 progress=progress,
                 note=call.out.note,
             )
     except KeyboardInterrupt:
-        call.out.note(_how_to_continue(work, work_dir or pipeline.default_work_folder(target)))
+        call.out.note(_how_to_continue(work, work_folder))
         raise
     _finish(call, outcome, plot, gates)
     if output is None and not call.out.json_mode:

@@ -90,7 +90,7 @@ def run_sweep(
     from mycli.quant import pipeline
     from mycli.quant.planning.grouping import solved_together
     from mycli.quant.planning.pace import expected_seconds
-    from mycli.quant.planning.plan import check_resources
+    from mycli.quant.planning.plan import check_resources, require_disk
     from mycli.quant.shared_work import SharedWork
 
     # Every check before the first copy: hours of work must not end in a refusal.
@@ -104,6 +104,8 @@ def run_sweep(
             check_target(copy.folder, options.overwrite, work.source.folder)
             check_resources(work, copy.folder, overwrite=options.overwrite)
         works.append(work)
+    unfinished = [index for index, done in enumerate(finished) if not done]
+    require_disk(need for index in unfinished for need in works[index].disk_needs(copies[index].folder, None))
     if options.dry_run:
         rows = [
             _planned(copy, work, expected_seconds(work, placement)) for copy, work in zip(copies, works, strict=True)
@@ -113,7 +115,6 @@ def run_sweep(
     for number, (copy, done) in enumerate(zip(copies, finished, strict=True), start=1):
         state = "finished earlier" if done else "to be quantized"
         call.out.note(f"{number} of {len(copies)}: {copy.folder.name}: {state}")
-    unfinished = [index for index, done in enumerate(finished) if not done]
     for group in solved_together([works[index] for index in unfinished]):
         chosen = [copies[unfinished[place]] for place in group]
         call.out.note(f"quantizing {', '.join(copy.folder.name for copy in chosen)}")

@@ -68,11 +68,11 @@ def quantize_gguf(
     note: ReportNote = ignore,
 ) -> Outcome:
     """Carry out a plan; arguments, errors and resumption are those of `pipeline.quantize`."""
-    check_gguf_resources(work, target, overwrite=overwrite)
+    finished_in = work_folder or default_work_folder(target)
+    check_gguf_resources(work, target, finished_in, overwrite=overwrite)
     folder, at_once = work.folder, work.need.at_once
     with memory_errors(work.need), ExitStack() as stack:
         calibration = work.calibration(work.recipe.samples, work.recipe.seed)
-        finished_in = work_folder or default_work_folder(target)
         run = model_card.identify(work.recipe.record, calibration, placement, at_once)
         if not restart:
             require_same_run(finished_in, run)

@@ -11,8 +11,9 @@ from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.output.model_card import Size
+from mycli.quant.output.work_folder import unwritten_bytes
 from mycli.quant.planning.memory import QuantizationWork, choose, require_memory
-from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, Report, measured_tokens
+from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, Report, measured_tokens, require_disk
 from mycli.quant.recipe import DEFAULT_SEQ
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint.formats import EMBEDDING
@@ -26,7 +27,6 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.utils.files import require_space
 
 _SPARE_BYTES = 1 << 20  # for the record next to the file
 _HINT = "GGUF can hold it unquantized"
@@ -94,10 +94,13 @@ def plan_gguf(
     return GgufPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, layout)
 
 
-def check_gguf_resources(work: GgufPlan, target: Path, *, overwrite: bool = False) -> None:
+def check_gguf_resources(work: GgufPlan, target: Path, work_folder: Path, *, overwrite: bool = False) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
     check_gguf_target(target, overwrite)
-    require_space(target.resolve().parent, work.layout.nbytes + _SPARE_BYTES)
+    size = work.size
+    blocks = int(size.quantized_parameters * size.quantized_bits_per_weight / 8)
+    output = target.resolve().parent, size.bytes + _SPARE_BYTES
+    require_disk([output, (work_folder, unwritten_bytes(work_folder, blocks))])
     require_memory(work.need)
 
 

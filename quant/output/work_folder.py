@@ -116,6 +116,11 @@ class WorkFolder:
             write_atomic(path, data, durable=True)
 
 
+def unwritten_bytes(folder: Path, nbytes: int) -> int:
+    """Return how many of the `nbytes` of all blocks are not in `folder` yet."""
+    return max(0, nbytes - sum(path.stat().st_size for path in folder.glob(_BLOCKS)))
+
+
 def require_same_run(folder: Path, run: Mapping[str, Any]) -> None:
     """Raise UsageError if `folder` holds unfinished work that differs from `run` in one of the fields of `run`."""
     # Never mixed: blocks of another recipe, source or version would give a model of neither run.

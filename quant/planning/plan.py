@@ -4,7 +4,7 @@ Reads config.json and the headers of the weights, no tensor.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from mycli.quant import solvers
 from mycli.quant.calibration.sampler import Calibration, calibrate, check_windows
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.output.model_card import Size
+from mycli.quant.output.work_folder import unwritten_bytes
 from mycli.quant.planning.memory import Need, QuantizationWork, choose, require_memory
 from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
 from mycli.quant.planning.target import check_target
@@ -79,6 +80,20 @@ class QuantizationPlan(Plan):
     def with_dense_head(self) -> "QuantizationPlan":
         packings = {name: packing for name, packing in self.packings.items() if name != self.config.head().name}
         return replace(self, packings=packings, tensors=_tensors(self.folder, packings))
+
+    def disk_needs(self, target: Path, work_folder: Path | None) -> list[tuple[Path, int]]:
+        """Return the folders that quantizing writes to, with their bytes; work_folder: None if there is none."""
+        companions = sum(map(len, self.folder.companions().values()))
+        needs = [(target.resolve().parent, self.size.bytes + companions + _SPARE_BYTES)]
+        if work_folder is not None and self.recipe.needs_data:
+            linears = [linear for linear in self.config.linears() if linear.name in self.packings]
+            codes = sum(linear.out_features * linear.in_features for linear in linears)  # a byte each
+            scales = sum(
+                linear.out_features * self.packings[linear.name].groups(linear.in_features) for linear in linears
+            )
+            blocks = codes + scales * torch_dtype(self.config.dtype).itemsize
+            needs.append((work_folder, unwritten_bytes(work_folder, blocks)))
+        return needs
 
     @property
     def size(self) -> Size:
@@ -191,9 +206,22 @@ def _require_gradients(config: ModelConfig) -> None:
         )
 
 
-def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = False) -> None:
+def check_resources(
+    work: QuantizationPlan, target: Path, *, overwrite: bool = False, work_folder: Path | None = None
+) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
     check_target(target, overwrite, work.source.folder)
-    companions = sum(map(len, work.folder.companions().values()))
-    require_space(target.resolve().parent, work.size.bytes + companions + _SPARE_BYTES)
+    require_disk(work.disk_needs(target, work_folder))
     require_memory(work.need)
+
+
+def require_disk(needs: Iterable[tuple[Path, int]]) -> None:
+    """Raise ResourceError unless every disk has room for the bytes of all folders on it."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for folder, nbytes in needs:
+        folder = folder.resolve()
+        disk = next(path for path in (folder, *folder.parents) if path.exists()).stat().st_dev
+        first, total = disks.get(disk, (folder, 0))
+        disks[disk] = first, total + nbytes
+    for folder, nbytes in disks.values():
+        require_space(folder, nbytes)

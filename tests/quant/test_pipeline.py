@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
-from mycli.quant.pipeline import quantize
+from mycli.quant.output.work_folder import WorkFolder, unwritten_bytes
+from mycli.quant.pipeline import default_work_folder, quantize
 from mycli.quant.planning import plan as planning
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
@@ -344,6 +345,32 @@ def test_no_space_is_known_before_the_work(
     with pytest.raises(ResourceError, match="needed, 1000 bytes free"):
         make(source, tmp_path / "out")
     assert leftovers(tmp_path) == []
+
+
+def test_finished_blocks_take_as_much_disk_as_the_plan_says(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes take a byte each in the work folder, which exists until the result is complete."""
+    work, target = plan_quantization(source, DATA, report="none"), tmp_path / "out"
+    (_, result), (folder, blocks) = needs = work.disk_needs(target, default_work_folder(target))
+    stored: list[int] = []
+    clear = WorkFolder.clear
+
+    def measure(self: WorkFolder) -> None:
+        stored.append(sum(path.stat().st_size for path in self.folder.glob("block-*")))
+        assert unwritten_bytes(self.folder, blocks) == 0 and unwritten_bytes(self.folder, 1 << 40) < 1 << 40
+        clear(self)
+
+    monkeypatch.setattr(WorkFolder, "clear", measure)
+    quantize(work, target, CPU)
+    assert blocks < stored[0] < 1.2 * blocks, "headers and norms are not counted"
+    usage = shutil.disk_usage(tmp_path)._replace(free=result + blocks - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ResourceError, match="free on that disk"):
+        make(source, tmp_path / "other", DATA)
+    make(source, tmp_path / "without-data")
+    with pytest.raises(ResourceError, match="free on that disk"):
+        planning.require_disk([*needs[:1], (folder, 0), (target, result)])
 
 
 def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Path) -> None:
