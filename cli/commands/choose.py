@@ -12,12 +12,13 @@ from mycli.cli.load import open_config
 from mycli.cli.output import Column
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.probe import Target, find_target
+from mycli.runtime.engine.loading.sizing import requested_plan
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.store import RECORD, state_dir
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import schemes, shortage
-from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.open import check_context
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
@@ -125,16 +126,7 @@ def choose(
     folder = open_config(call, model)
     check_context(folder, engine.context)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state_dir())
-    context = engine.context or min(DEFAULT_CONTEXT, folder.config.max_context)
-    plan = MemoryPlan(
-        folder.config,
-        folder.packings,
-        context=context,
-        batch=engine.sequences,
-        dtype=engine.dtype,
-        gpu=target.gpu,
-        kv=engine.kv,
-    )
+    plan = requested_plan(folder, engine, gpu=target.gpu)
     copies = _copies(model, plan)
     names = {copy.name for copy in copies}
     proposals = [proposal for proposal in _proposals(model, plan) if proposal.name not in names]
@@ -155,7 +147,7 @@ def choose(
     # Of equal losses the smaller: what it leaves free becomes context.
     best = min(fitting, key=lambda entry: entry[:2])[2]
     commands = [best.command] if best.command else []
-    commands.append(f"mycli chat {shlex.quote(best.name)} --ctx {context}")
+    commands.append(f"mycli chat {shlex.quote(best.name)} --ctx {plan.context}")
     answer = {"model": model, "best": best.name, "candidates": rows, "commands": commands}
     call.out.show(answer, _COLUMNS, rows="candidates")
     if not call.out.json_mode:

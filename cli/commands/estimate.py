@@ -18,11 +18,12 @@ from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.device.disk import ASSUMED, read_rate
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
+from mycli.runtime.engine.loading.sizing import requested_plan
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
-from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import with_fitting_experts
 from mycli.runtime.open import check_context, mtp_head
 from mycli.runtime.quantization.scheme import Packing, parse_packing
@@ -153,24 +154,13 @@ def _verify(call: Call, subject: EstimateSubject, engine: EngineConfig, toleranc
     check_parts(parts, tolerance)
 
 
-def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> MemoryPlan:
-    config = folder.config
+def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, *, gpu: bool) -> MemoryPlan:
     check_context(folder, engine.context)
     if engine.draft == MTP:
         draft: ModelFolder | None = mtp_head(folder)
     else:
         draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
-    return MemoryPlan(
-        config,
-        folder.packings,
-        context=engine.context or min(DEFAULT_CONTEXT, config.max_context),
-        batch=engine.sequences,
-        dtype=engine.dtype,
-        gpu=gpu,
-        draft=None if draft is None else MemoryPlan(draft.config, draft.packings, kv=engine.kv),
-        kv=engine.kv,
-        prompt_copy=engine.prompt_copy,
-    )
+    return requested_plan(folder, engine, draft, gpu=gpu)
 
 
 def _scheme(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
@@ -239,7 +229,7 @@ def estimate(
     if bandwidth is not None:
         target = replace(target, bandwidth=bandwidth, bandwidth_source="as given")
     folder = adapted(call, open_config(call, model, fetch=not verify), model, engine.adapter)
-    plan = _plan(call, folder, engine, target.gpu)
+    plan = _plan(call, folder, engine, gpu=target.gpu)
     scheme = _scheme(plan, quant, head)
     plan = replace(plan, packings=scheme.packings(plan.config) or plan.packings)
     subject = EstimateSubject(model, folder, plan, target, scheme)

@@ -93,7 +93,7 @@ def test_draft_batch_and_dtype_count(llama: str, capsys: pytest.CaptureFixture[s
     larger = answer(capsys, llama, *given, "--batch", "4", "--dtype", "fp32", "--draft", "pico", "--ctx", "2k")["bytes"]
     assert larger["cache"] == 2 * plain["cache"]  # 4 sequences, twice the bytes, a quarter of the context
     assert larger["weights"] == 2 * plain["weights"]
-    assert larger["draft"] == 2 * 5_770_496 + 4 * 2048 * 6 * 2 * 2 * 64 * 2
+    assert larger["draft"] == 4 * 5_770_496 + 4 * 2048 * 6 * 2 * 2 * 64 * 4, "a draft has the dtype of its target"
 
 
 def test_a_measured_bandwidth_is_used(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
