@@ -97,16 +97,27 @@ class Completion:
                 yield piece
         if self.finish_reason is not None:  # the record is complete
             return
-        number = self._engine.submit(self.request)
-        try:
-            while self.finish_reason is None:
-                for output in self._engine.step():
-                    if output.sequence == number and (piece := self.take(output)):
-                        yield piece
-            if self.error is not None:
-                raise self.error
-        finally:
-            self._engine.cancel(number)  # the loop over the reply may have been left
+        for output in _outputs(self._engine, self.request):
+            if piece := self.take(output):
+                yield piece
+            if self.finish_reason is not None:  # by a stop string, which the engine does not see, or at the end
+                break
+        if self.error is not None:
+            raise self.error
+
+
+def _outputs(engine: Engine, request: Request) -> Iterator[SequenceOutput]:
+    """Run a request and yield its outputs. If the loop over them is left, it is cancelled."""
+    number = engine.submit(request)
+    try:
+        reason = None
+        while reason is None:
+            for output in engine.step():
+                if output.sequence == number:
+                    reason = output.finish_reason
+                    yield output
+    finally:
+        engine.cancel(number)
 
 
 def complete_all(
@@ -180,22 +191,13 @@ def _count_step(timing: Timing, engine: Engine, output: SequenceOutput) -> None:
 
 def stream(engine: Engine, request: Request, timing: Timing | None = None) -> Iterator[int]:
     """Yield the tokens of one reply and fill in `timing`. Raises UserError if it is refused or fails."""
-    number = engine.submit(request)
-    try:
-        reason = None
-        while reason is None:
-            for output in engine.step():
-                if output.sequence != number:
-                    continue
-                if timing is not None:
-                    timing.prompt = len(request.prompt)
-                    _count_step(timing, engine, output)
-                yield from output.tokens
-                reason = output.finish_reason
-                if output.error is not None:
-                    raise output.error
-    finally:
-        engine.cancel(number)
+    for output in _outputs(engine, request):
+        if timing is not None:
+            timing.prompt = len(request.prompt)
+            _count_step(timing, engine, output)
+        yield from output.tokens
+        if output.error is not None:
+            raise output.error
 
 
 def generate(engine: Engine, request: Request) -> tuple[list[int], Timing]:
