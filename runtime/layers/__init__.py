@@ -1,1 +1,1 @@
-"""The decoder as pure functions of its inputs: no idea how, or for whom, it is run."""
+"""The layers of the decoder. Batch and caches are arguments: a layer keeps no state of a sequence."""

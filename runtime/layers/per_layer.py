@@ -54,8 +54,6 @@ class PerLayerInputs(nn.Module):
     def join(self, rows: Tensor, projected: Tensor) -> Tensor:
         """Combine table `rows` and projected embeddings, both [..., width]."""
         config = self._config
-        scale = torch.tensor(
-            config.per_layer_width**0.5, dtype=rows.dtype
-        ).item()  # rounded to the dtype, like the embedding scale
+        scale = torch.tensor(config.per_layer_width**0.5, dtype=rows.dtype).item()  # rounded like `embedding_scale`
         combined: Tensor = (self.norm(projected * config.hidden_size**-0.5) + rows * scale) * 2.0**-0.5
         return combined

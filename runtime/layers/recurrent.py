@@ -125,7 +125,25 @@ def _by_part(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
-class DeltaNet(nn.Module):
+class _DeltaRule(nn.Module):
+    convolution: Convolution
+    rate: Tensor
+    dt_bias: Tensor
+    sizes: DeltaSizes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are neither linears nor norms."""
+        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
+
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        """Advance the states by rows of (convolution input, gates); an `Advance`."""
+        (mixed, gates), (inputs, matrices) = rows, states
+        qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
+        return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self.sizes)
+
+
+class DeltaNet(_DeltaRule):
     """Gated DeltaNet between the products `projection` and `out`; see `DeltaNetSpec`."""
 
     def __init__(self, spec: DeltaNetSpec, layer: int) -> None:
@@ -138,14 +156,9 @@ class DeltaNet(nn.Module):
         self.convolution = Convolution(spec.convolution)
         self.norm = RMSNorm(spec.head_norm)
         self.out = Linear((spec.out,))
-        self.norms, self.unquantized = (self.norm,), (self.gates,)
+        self.unquantized = (self.gates,)
         self.rate = torch.empty(spec.heads, device="meta")
         self.dt_bias = torch.empty(spec.heads, device="meta")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that are neither linears nor norms."""
-        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.convolution.load(checkpoint, device)
@@ -165,14 +178,8 @@ class DeltaNet(nn.Module):
         normed = GATED_NORM(mixed_tokens.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1), True)
         return normed.view_as(mixed_tokens)
 
-    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
-        """Advance the states by rows of (convolution input, gates); an `Advance`."""
-        (mixed, gates), (inputs, matrices) = rows, states
-        qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
-        return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self.sizes)
 
-
-class KimiDelta(nn.Module):
+class KimiDelta(_DeltaRule):
     """Kimi Delta Attention between the products `projection` and `out`; see `KimiDeltaSpec`."""
 
     def __init__(self, spec: KimiDeltaSpec, layer: int) -> None:
@@ -187,16 +194,10 @@ class KimiDelta(nn.Module):
         self.convolution = Convolution(spec.convolution)
         self.norm = RMSNorm(spec.head_norm)
         self.out = Linear((spec.out,))
-        self.norms = (self.norm,)
         dense = (self.gates, self.decay_b, self.gate_b)
         self.unquantized = tuple(linear for linear in dense if linear is not None)
         self.rate = torch.empty(spec.heads, device="meta")
         self.dt_bias = torch.empty(width, device="meta")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that are neither linears nor norms."""
-        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.convolution.load(checkpoint, device)
@@ -216,12 +217,6 @@ class KimiDelta(nn.Module):
         normed = GATED_NORM(read.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1), False)
         return normed.view_as(read)
 
-    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
-        """Advance the states by rows of (convolution input, steps); an `Advance`."""
-        (mixed, steps), (inputs, matrices) = rows, states
-        qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
-        return DELTA_RULE(qkv, steps, self.rate, self.dt_bias, matrices, runs, self.sizes)
-
 
 class ShortConv(nn.Module):
     """A gated short convolution between the products `projection` and `out`; see `ShortConvSpec`."""
@@ -233,7 +228,6 @@ class ShortConv(nn.Module):
         self.convolution = Convolution(spec.convolution)
         self.widths = (spec.convolution.channels,)
         self.out = Linear((spec.out,))
-        self.norms: tuple[RMSNorm, ...] = ()
         self.unquantized: tuple[Linear, ...] = ()
 
     @property
@@ -265,7 +259,6 @@ class Mamba(nn.Module):
         self.convolution = Convolution(spec.convolution)
         self.norm = make_norm(spec.gated_norm)
         self.out = Linear((spec.out,))
-        self.norms = () if self.norm is None else (self.norm,)
         self.unquantized: tuple[Linear, ...] = ()
         self.rate, self.dt_bias, self.skip = (torch.empty(spec.heads, device="meta") for _ in range(3))
 

@@ -131,9 +131,7 @@ class Transformer(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in memory; a tied embedding counts once."""
-        total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
-        total += sum(module.nbytes for module in self.modules() if isinstance(module, RMSNorm))
-        total += sum(module.nbytes for module in self.modules() if isinstance(module, Mixer))
+        total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear | RMSNorm | Mixer))
         total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
