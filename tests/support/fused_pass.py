@@ -31,9 +31,6 @@ class Sums:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences * tokens <= 8
 
-    def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.every(positions) is not None
-
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1
         found = inputs.tokens * 100 + inputs.lengths[:, None]

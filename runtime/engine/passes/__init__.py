@@ -105,7 +105,7 @@ def compile_passes(
     compiled: list[Pass] = []
     reported: list[Declined] = []
 
-    def tell(cause: Declined) -> None:
+    def report_once(cause: Declined) -> None:
         if cause not in reported:
             reported.append(cause)
             report(cause)
@@ -116,9 +116,9 @@ def compile_passes(
     for name, compiler in compilers.items():
         if compiler.fallback and compiled:
             continue
-        way = compiler.compile(model, kv, tell)
+        way = compiler.compile(model, kv, report_once)
         if isinstance(way, Declined):
             declined[name] = way
         else:
             compiled.append(way)
-    return Passes((*compiled, compile_plain_pass(model, kv, tell)), declined)
+    return Passes((*compiled, compile_plain_pass(model, kv, report_once)), declined)

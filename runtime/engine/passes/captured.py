@@ -86,9 +86,7 @@ def decline_captured(config: ModelConfig) -> Declined | None:
             return Declined("layer-recurrent")  # its states are found by the host
         if spec.latent is not None:
             return Declined("latent-attention")
-        if spec.mixer is None:
-            continue
-        if spec.attention.chunk is not None:
+        if spec.mixer is not None and spec.attention.chunk is not None:
             return Declined("attention-chunks")
         if isinstance(spec.mlp, ExpertsSpec):  # what chooses in plain torch waits for the device
             if spec.mlp.routing.groups > 1:
@@ -140,9 +138,6 @@ class CapturedStep:
         heads = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in self._model.config.attentions}
         fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in heads]
         return all(fits)
-
-    def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.every(positions) is not None
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return fp32 logits [sequences, 1 if last else new, vocab]; the cache takes keys and values."""

@@ -201,8 +201,7 @@ class CpuLayers:
     def whole(self) -> _NativeRun | None:
         """The single call that runs all layers; None if a part is not native or has a recurrent state."""
         piece = self._pieces[0]
-        whole = len(self._pieces) == 1 and isinstance(piece, _NativeRun) and not piece.recurrent
-        return piece if whole and isinstance(piece, _NativeRun) else None
+        return piece if len(self._pieces) == 1 and isinstance(piece, _NativeRun) and not piece.recurrent else None
 
     def run(
         self, x: Tensor, chunks: Sequence[Chunk], rope: Rope, cache: KVCache, per_layer_inputs: Tensor | None = None
@@ -233,7 +232,7 @@ class CpuPass:
         self.layers = CpuLayers(library, model.layers())
         self._head = native_head(model.norm, model.head)
         self._run = self.layers.whole
-        self.tokens_declined = self._decline_tokens()
+        self._tokens_declined = self._decline_tokens()
         self._seconds: dict[int, float] = {}  # of the last pass, by number of sequences
 
     def _decline_tokens(self) -> Declined | None:
@@ -265,8 +264,8 @@ class CpuPass:
             return Declined("many-rows", {"rows": work.rows, "most": NATIVE_ROWS})
         if work.sampling is None:
             return None
-        if self.tokens_declined is not None:
-            return self.tokens_declined
+        if self._tokens_declined is not None:
+            return self._tokens_declined
         if not all([row.plain_greedy for row in work.sampling]):
             return Declined("host-random-numbers")
         if work.rope.every(work.longest + work.count - 1) is None:

@@ -111,7 +111,7 @@ class CudaPass:
         width = block_table_width(work)
         if max([len(chunk.blocks) for chunk in work.chunks]) > width:
             return Declined("cache-block-size", {"size": work.cache.block_size})
-        if not self.step.rotates(work.rope, min(width * work.cache.block_size, work.rope.positions)):
+        if work.rope.every(min(width * work.cache.block_size, work.rope.positions)) is None:
             return Declined("rotation-kind")
         if work.sampling is None:
             every = all([chunk.logits == chunk.count for chunk in work.chunks])

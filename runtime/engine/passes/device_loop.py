@@ -31,12 +31,12 @@ _T = TypeVar("_T")
 _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, filters
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Buffers:
     feedback: SamplingBuffers
-    penalties: list[Penalties]  # one, if any request had some
     inputs: StepInput  # its tokens and lengths are those of `feedback`
     rope: Rope  # graphs hold the addresses of its tables
+    penalties: Penalties | None = None  # made for the first request that has some
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
 
@@ -131,7 +131,7 @@ class DeviceLoop:
             feedback = SamplingBuffers.make(STEPS, padded, device)
             table = torch.zeros(padded, block_table_width(work), dtype=torch.int32, device=device)
             inputs = StepInput(feedback.tokens, feedback.lengths, table)
-            buffers = by_count[padded] = _Buffers(feedback, [], inputs, work.rope)
+            buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope)
         return buffers
 
     @torch.inference_mode()
@@ -152,9 +152,9 @@ class DeviceLoop:
 
     def _set_penalties(self, buffers: _Buffers, sampling: Sequence[DeviceSampling]) -> None:
         vocab, device = sampling[0].vocab_size, buffers.feedback.tokens.device
-        if not buffers.penalties:
-            buffers.penalties.append(Penalties.make(len(buffers.feedback.lengths), vocab, device))
-        to = buffers.penalties[0]
+        if buffers.penalties is None:
+            buffers.penalties = Penalties.make(len(buffers.feedback.lengths), vocab, device)
+        to = buffers.penalties
         for place, row in enumerate(sampling):
             seen = None if row.seen is None else row.seen.seen
             counts = None if row.seen is None else row.seen.counts
@@ -189,7 +189,7 @@ class DeviceLoop:
         assert work.sampling is not None
         to, vocab, sequences = buffers.feedback, work.sampling[0].vocab_size, len(work.sampling)
         random = any(row.temperature > 0 for row in work.sampling)
-        penalties = buffers.penalties[0] if filters.penalties else None
+        penalties = buffers.penalties if filters.penalties else None
 
         def run_steps() -> Tensor:
             for index in range(steps):
@@ -215,8 +215,9 @@ class DeviceLoop:
         if self._capture is None or kind not in buffers.graphs:
             buffers.graphs[kind] = None
             return work
-        to = buffers.feedback
-        changed = [to.tokens, to.lengths, *(part for held in buffers.penalties for part in (held.seen, held.counts))]
+        changed = [buffers.feedback.tokens, buffers.feedback.lengths]
+        if buffers.penalties is not None:
+            changed += [buffers.penalties.seen, buffers.penalties.counts]
         saved = [tensor.clone() for tensor in changed]
         captured = buffers.graphs[kind] = self._capture(work)
         for tensor, before in zip(changed, saved, strict=True):
@@ -226,10 +227,10 @@ class DeviceLoop:
 
 def filters_of(sampling: Sequence[DeviceSampling]) -> Filters:
     return Filters(
-        any(row.top_k > 0 for row in sampling),
-        any(row.top_p < 1 for row in sampling),
-        any(row.min_p > 0 for row in sampling),
-        any(row.seen is not None for row in sampling),
+        top_k=any(row.top_k > 0 for row in sampling),
+        top_p=any(row.top_p < 1 for row in sampling),
+        min_p=any(row.min_p > 0 for row in sampling),
+        penalties=any(row.seen is not None for row in sampling),
     )
 
 

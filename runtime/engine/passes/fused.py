@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.fused_models import decline_config, norms_all_heads
-from mycli.runtime.engine.passes.graphs import StepInput, longest
+from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.reference import DenseMatmul
@@ -219,9 +219,6 @@ class FusedStep:
         fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in shapes]
         return sequences * tokens <= MOST_ROWS and all(fits)
 
-    def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.every(positions) is not None
-
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return logits [sequences, 1 if last else new, vocab] in the model's dtype; the cache takes keys and values.
 
@@ -257,8 +254,8 @@ class FusedStep:
         return after
 
     def _rotations(self, inputs: StepInput, rope: Rope, cache: KVCache) -> Mapping[RopeSpec, Rotation]:
-        tables = rope.every(longest(inputs.block_table, rope, cache))
-        assert tables is not None  # checked by `rotates`
+        tables = rope.every(min(inputs.block_table.shape[1] * cache.block_size, rope.positions))
+        assert tables is not None  # checked by `CudaPass.takes`
         return {
             spec: Rotation(table.cos, table.sin, table.interleaved, table.query_scale) for spec, table in tables.items()
         }

@@ -180,16 +180,14 @@ def _router_scores(block: Block) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _compared(
-    model: Transformer, step: Step, kv: KvDtype, counts: Sequence[int]
-) -> Iterator[tuple[_Compared, list[int]]]:
+def _compared(model: Transformer, step: Step, kv: KvDtype, counts: Sequence[int]) -> Iterator[tuple[_Compared, int]]:
     context = min(_CHECK_CONTEXT, model.config.max_context)
     rope = Rope(model.config, context, model.device, model.dtype)
-    if not step.rotates(rope, context):
+    if rope.every(context) is None:
         return
     for block_size in (context, KEY_BLOCK):
         sequence = _Compared(model, kv, rope, block_size, max(counts))
-        yield sequence, [count for count in counts if step.takes(sequence.sequences, count)]
+        yield from ((sequence, count) for count in counts if step.takes(sequence.sequences, count))
 
 
 @torch.inference_mode()
@@ -206,12 +204,8 @@ def difference(
     most: what they may differ by; None for `tolerance` of the model.
     """
     most = tolerance(model, kv) if most is None else most
-    for sequence, taken in _compared(model, step, kv, counts):
-        for count in taken:
-            declined = sequence.logits(step, count, capture, most)
-            if declined is not None:
-                return declined
-    return None
+    compared = (sequence.logits(step, count, capture, most) for sequence, count in _compared(model, step, kv, counts))
+    return next((declined for declined in compared if declined is not None), None)
 
 
 @torch.inference_mode()
@@ -222,9 +216,5 @@ def layer_difference(
 
     Experts are given the plain pass's router scores, so that both run the same ones.
     """
-    for sequence, taken in _compared(model, step, kv, counts):
-        for count in taken:
-            declined = sequence.layers(step, count)
-            if declined is not None:
-                return declined
-    return None
+    compared = (sequence.layers(step, count) for sequence, count in _compared(model, step, kv, counts))
+    return next((declined for declined in compared if declined is not None), None)

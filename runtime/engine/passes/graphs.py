@@ -72,10 +72,6 @@ class StepInput:
 class Step(Protocol):
     def takes(self, sequences: int, tokens: int) -> bool: ...
 
-    def rotates(self, rope: Rope, positions: int) -> bool:
-        # Whether it can use the tables of `rope` for sequences of up to `positions` tokens.
-        ...
-
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
 
 
@@ -104,11 +100,6 @@ def block_table_width(work: PassInput) -> int:
     if size % KEY_BLOCK:
         return 1
     return -(-min(work.rope.positions, work.cache.blocks * size) // size)
-
-
-def longest(block_table: Tensor, rope: Rope, cache: KVCache) -> int:
-    # Positions of a row of the table, as far as there are rotary tables.
-    return min(block_table.shape[1] * cache.block_size, rope.positions)
 
 
 class GraphCapture:

@@ -114,9 +114,6 @@ class Reading:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences * tokens <= 64
 
-    def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.every(positions) is not None
-
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.shapes[tuple(inputs.tokens.shape)] += 1
         keys, size, rows = cache.all(0)[0].data, cache.block_size, []

@@ -75,9 +75,6 @@ class Step:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences < 5
 
-    def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.every(positions) is not None
-
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1
         keys = cache.all(0)[0].data

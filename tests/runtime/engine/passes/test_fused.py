@@ -68,7 +68,6 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     inputs = StepInput.zeros(padded, rows, pages, plain.device, case.padding > 0)
     last_chunks = [Chunk(row, PREFIX, tuple(tables_of[place]), 1) for place, row in enumerate(new.tolist())]
     inputs.fill(last_chunks)
-    assert step.rotates(rope, CAPACITY)
     counts: Counter[str] = Counter()
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
