@@ -64,7 +64,10 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            self._recycle(self.index.mark_idle(block) if block in self.index else [block])
+            if block in self.index:
+                self.index.mark_idle(block)
+            else:
+                self._recycle([block])
 
     def make_writable(self, block: int) -> int | None:
         """Return `block`, removed from the index, if it has one owner, else a copy; None without a free block."""

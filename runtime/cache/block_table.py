@@ -137,8 +137,10 @@ class BlockTable:
         return other
 
     def sibling(self) -> "BlockTable":
-        """Return an empty table of the same pool."""
-        return BlockTable(self._pool)
+        """Return an empty table of the same pool, with a state of its own."""
+        other = BlockTable(self._pool)
+        other.allocate_state()
+        return other
 
     def truncate(self, length: int) -> None:
         """Discard the tokens from `length` on, not their blocks. Raises ValueError if they are in an indexed block."""

@@ -76,11 +76,10 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class PrefixIndex:
-    """The trie of cached blocks. `limit`: maximum number of idle blocks; `states`: for recurrent models."""
+    """The trie of cached blocks. `states`: for recurrent models."""
 
-    def __init__(self, block_size: int, limit: int | None = None, states: StatePool | None = None) -> None:
+    def __init__(self, block_size: int, states: StatePool | None = None) -> None:
         self.block_size = block_size
-        self.limit = limit
         self.states = states
         self.root = Node(-1, (), None, 0)
         self.nodes: dict[int, Node] = {}  # by block
@@ -182,13 +181,8 @@ class PrefixIndex:
     def mark_used(self, block: int) -> None:
         self._idle.pop(block, None)
 
-    def mark_idle(self, block: int) -> list[int]:
-        """Make a block evictable; return the blocks that were evicted to stay within the limit."""
+    def mark_idle(self, block: int) -> None:
         self._idle[block] = None
-        evicted: list[int] = []
-        while self.limit is not None and len(self._idle) > self.limit:
-            evicted += self.evict()
-        return evicted
 
     def evict(self) -> list[int]:
         """Evict the least recently used idle block and its descendants; return the blocks that are free now."""

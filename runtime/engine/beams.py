@@ -176,7 +176,7 @@ def _reassign(
     for member, text in zip(members, tokens, strict=True):
         member.tokens = text
         if member.id in tables:
-            member.table = inherited.get(member.id) or _empty(member.table)
+            member.table = inherited.get(member.id) or member.table.sibling()
 
 
 def _inherited(
@@ -188,12 +188,6 @@ def _inherited(
             inherited |= {member.id: tables[number].branch() for member in others}
             inherited[first.id] = tables[number]
     return inherited
-
-
-def _empty(table: BlockTable) -> BlockTable:
-    fresh = table.sibling()
-    fresh.allocate_state()
-    return fresh
 
 
 def beam_room(request: Request, beams: BeamOptions, blocks: int, block_size: int) -> int:

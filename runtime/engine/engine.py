@@ -49,14 +49,12 @@ class Engine:
         *,
         running: int | None = None,
         chunk: int | None = None,
-        kept_blocks: int | None = None,
         speculator: "Speculator | None" = None,
         store: "PrefixStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """vocab_size: ids that may be sampled; running: sequences at the same time, None for one for each block; chunk:
-        prompt tokens in a pass; kept_blocks: most blocks kept for prefix reuse, None for all; store: the disk prefix
-        cache.
+        prompt tokens in a pass; store: the disk prefix cache.
         """
         self.runner, self.shape, self.speculator = runner, shape, speculator
         running = running or shape.blocks
@@ -65,7 +63,7 @@ class Engine:
         runner.rope(shape.context)  # built now, not during the first reply
         self._vocab_size, self._clock = vocab_size, clock
         states = StatePool(slots) if runner.config.has_recurrent else None
-        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
+        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
         self._prefixes = None if store is None else self._disk_prefixes(store)
         self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._prefixes)
@@ -263,13 +261,14 @@ class Engine:
         logits = self._compute(scheduled, chunks)
         samples: list[tuple[ScheduledSequence, range]] = []
         groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
-        scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         parts, end = list(scheduled), 0
         for part, chunk in zip(scheduled, chunks, strict=True):
             rows, end = range(end, end + chunk.logits), end + chunk.logits
             if part.scored:
                 number = part.sequence.id
-                scores[number], rows = self._states[number].score(part, logits[rows.start : end]), rows[-1:]
+                prompt_logprobs[number] = self._states[number].score(part, logits[rows.start : end])
+                rows = rows[-1:]
             if part.sequence.request.scored_tokens and chunk.logits and part.completes:
                 chosen = list(part.sequence.request.scored_tokens)
                 self._states[part.sequence.id].choice_logits = logits[rows[-1], chosen].clone()
@@ -288,8 +287,8 @@ class Engine:
         outputs = []
         for part in parts:
             number = part.sequence.id
-            guesses = len(drafted.get(number, ()))
-            outputs.append(self._advance(part, sampled.get(number, []), scores.get(number, ()), guesses))
+            drafts = len(drafted.get(number, ()))
+            outputs.append(self._advance(part, sampled.get(number, []), prompt_logprobs.get(number, ()), drafts))
         for part, group, rows_logits in groups:
             outputs += group.add(part.sequence.id, rows_logits, self._finish)
         if speculator is not None and scheduled[0].is_decode:
@@ -357,7 +356,7 @@ class Engine:
         self,
         part: ScheduledSequence,
         sampled: list[int] | UserError,
-        scores: "tuple[TokenLogprob, ...]" = (),
+        prompt_logprobs: "tuple[TokenLogprob, ...]" = (),
         drafted: int = 0,
     ) -> SequenceOutput:
         """Append sampled tokens to a sequence and return its output; finish it if it ends."""
@@ -377,13 +376,13 @@ class Engine:
         output = SequenceOutput(
             sequence.id,
             tokens,
-            () if state.recorder is None else state.next_logprobs(len(tokens)),
-            scores,
+            state.next_logprobs(len(tokens)),
+            prompt_logprobs,
             reason,
-            sequence.cached,
-            sequence.queued,
-            drafted,
-            len(sampled) - 1 if drafted else 0,
+            cached_tokens=sequence.cached,
+            queued=sequence.queued,
+            drafted=drafted,
+            accepted=len(sampled) - 1 if drafted else 0,
             hidden=None if reason is None else state.all_hidden,
             scores=None if reason is None else state.choice_logits,
             numbers=state.sampler.numbers.taken,

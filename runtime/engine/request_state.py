@@ -20,12 +20,6 @@ if TYPE_CHECKING:  # few requests ask for logprobs
     from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
 
 
-def _recorder(top: int) -> "LogprobRecorder":
-    from mycli.runtime.sampling.logprobs import LogprobRecorder
-
-    return LogprobRecorder(top)
-
-
 @dataclass
 class RequestState:
     """Sampler and logprob recorder of one sequence.
@@ -50,8 +44,11 @@ class RequestState:
 
         Raises UsageError for a bias of a token that does not exist.
         """
-        recorder = None if request.logprobs is None else _recorder(request.logprobs)
-        constraint = None
+        recorder = constraint = None
+        if request.logprobs is not None:
+            from mycli.runtime.sampling.logprobs import LogprobRecorder
+
+            recorder = LogprobRecorder(request.logprobs)
         if request.grammar is not None:
             from mycli.runtime.sampling.grammars.state import ReplyLimits
 

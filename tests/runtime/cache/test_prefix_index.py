@@ -13,8 +13,8 @@ from mycli.runtime.cache.state_pool import StatePool
 TEXT = list(range(10, 21))  # eleven tokens: two blocks of four, and three tokens
 
 
-def pool(blocks: int = 9, limit: int | None = None) -> BlockPool:
-    return BlockPool(blocks, PrefixIndex(4, limit))
+def pool(blocks: int = 9) -> BlockPool:
+    return BlockPool(blocks, PrefixIndex(4))
 
 
 def written(pool: BlockPool, text: list[int]) -> BlockTable:
@@ -84,15 +84,6 @@ def test_equal_hashes_are_told_apart_by_their_tokens() -> None:
         index.insert(index.root, tokens, block)
     indexed = {tokens: node.block for tokens, node in index.root.children.items()}
     assert [indexed[first], indexed[second]] == blocks
-
-
-def test_at_most_so_many_idle_blocks_are_kept() -> None:
-    mine = pool(9, limit=2)
-    written(mine, TEXT).release(TEXT)
-    assert mine.index.idle == 2 and mine.free == 7
-    assert mine.index.match([*TEXT, 1]).tokens == 8
-    written(mine, [5] * 12).release([5] * 12)
-    assert mine.index.idle == 2 and mine.index.match([*TEXT, 1]).tokens == 0
 
 
 def test_a_block_that_others_share_is_copied_before_it_is_written() -> None:

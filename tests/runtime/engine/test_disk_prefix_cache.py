@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PIECE, PrefixStore, StoredPiece, StoredPrefix
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -210,7 +208,6 @@ def test_many_replies_at_once_with_too_few_blocks_go_on_from_the_folder(tmp_path
             runner.config.vocab_size,
             running=8,
             chunk=33,
-            kept_blocks=0,
             store=PrefixStore(tmp_path, b"\7" * 32, 1 << 30),
         )
         assert together(tight, asked) == expected
@@ -308,8 +305,7 @@ class Lists:
 class Keeping(World):
     def __init__(self, chance: random.Random, source: Lists) -> None:
         size = chance.randint(1, 6)
-        super().__init__(chance.randint(5, 9) * 4, size, 20, chance.randint(1, 9), chance.randint(1, 6), 2)
-        self.pool = BlockPool(self.pool.blocks, PrefixIndex(size, 2))
+        super().__init__(chance.randint(5, 9) * 4, size, 20, chance.randint(1, 9), chance.randint(1, 6))
         self.scheduler = Scheduler(self.pool, Limits(20, chance.randint(1, 9), 5), lambda: self.now, source)
         source.world = self
 
@@ -318,6 +314,7 @@ class Keeping(World):
         for end in range(size, sequence.table.length + 1, size):
             source.texts.add(tuple(sequence.tokens[:end]))
         super().end(sequence, reason, wrong)
+        self.pool.clear()
 
     source: Lists
 

@@ -38,9 +38,9 @@ def alone(prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
 class World:
     """Simulates a scheduler with a cache of token lists and tracks the expected replies."""
 
-    def __init__(self, blocks: int, block_size: int, context: int, chunk: int, running: int, kept: int | None) -> None:
+    def __init__(self, blocks: int, block_size: int, context: int, chunk: int, running: int) -> None:
         self.now = 0.0
-        self.pool = BlockPool(blocks, PrefixIndex(block_size, kept))
+        self.pool = BlockPool(blocks, PrefixIndex(block_size))
         self.scheduler = Scheduler(self.pool, Limits(context, chunk, running), lambda: self.now)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(blocks)]
         self.under_way: dict[int, Sequence] = {}
@@ -189,14 +189,11 @@ class Machine(RuleBasedStateMachine):
         context=st.integers(2, 24),
         chunk=st.integers(1, 9),
         running=st.integers(1, 5),
-        kept=st.sampled_from([None, 0, 2]),
         users=st.booleans(),
     )
     @precondition(lambda self: not hasattr(self, "world"))
-    def begin(
-        self, blocks: int, size: int, context: int, chunk: int, running: int, kept: int | None, users: bool
-    ) -> None:
-        self.world = World(blocks, size, context, chunk, running, kept)
+    def begin(self, blocks: int, size: int, context: int, chunk: int, running: int, users: bool) -> None:
+        self.world = World(blocks, size, context, chunk, running)
         self.world.users = users
         self.random = random.Random(0)
 
@@ -247,7 +244,7 @@ def history(seed: int, steps: int) -> Scheduler:
     size = chance.randint(1, 6)
     context = chance.randint(8, 40)
     blocks = -(-context // size) + chance.randint(0, 6)
-    world = World(blocks, size, context, chance.randint(1, 16), chance.randint(1, 8), chance.choice((None, 3)))
+    world = World(blocks, size, context, chance.randint(1, 16), chance.randint(1, 8))
     world.users = seed % 2 == 1
     begins = [tuple(chance.randrange(VOCAB) for _ in range(chance.randint(1, context // 2))) for _ in range(4)]
     while world.steps < steps:
