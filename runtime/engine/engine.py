@@ -109,10 +109,11 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         counts, pool = self.scheduler.counts, self.scheduler.pool
-        branches = sum(len(sequence.branches) for sequence in self.scheduler.running)
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        branches = sum(len(sequence.branches) for sequence in (*running, *waiting))
         return EngineStats(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting) + branches,
+            running=len(running),
+            waiting=len(waiting) + branches + (0 if self._texts is None else self._texts.waiting),
             preemptions=counts.preemptions,
             cache_used=pool.used,
             cache_idle=pool.index.idle,

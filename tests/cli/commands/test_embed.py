@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
 from mycli.runtime.open import open_model
 from tests.support.command_line import Mycli
@@ -48,6 +49,9 @@ def test_files_and_pipes_give_the_same_vectors(mycli: Mycli, model: Path, tmp_pa
 
 def test_a_bidirectional_model_embeds_and_does_not_generate(mycli: Mycli, tmp_path: Path) -> None:
     folder = embedding_gemma(tmp_path / "gemma")
+    with open_model(folder, EngineConfig(device="cpu"), offline=True) as opened:
+        opened.engine.submit(Request((1, 2), limit=0, hidden_states="all"))
+        assert opened.engine.stats.waiting == 1
     done = mycli("embed", str(folder), "--device", "cpu", input="Hello")
     assert done.returncode == 0 and abs(numpy.linalg.norm(embedded(done.stdout)) - 1) < 1e-5
     refused = mycli("run", str(folder), "Hello", "--device", "cpu")

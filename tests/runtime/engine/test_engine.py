@@ -207,6 +207,7 @@ def test_all_replies_to_a_prompt_that_waited_too_long_end_without_a_token(pico: 
     now = [0.0]
     engine = Engine(pico, CacheShape.contiguous(64), 4096, clock=lambda: now[0])
     engine.submit_replies(Request(tuple(PROMPT), limit=4, deadline=2.0), 3)
+    assert engine.stats.waiting == 3
     now[0] = 2.0
     outputs = [output for replies in drain(engine).values() for output in replies]
     assert [(output.finish_reason, output.tokens) for output in outputs] == [("deadline", ())] * 3
