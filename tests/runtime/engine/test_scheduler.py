@@ -152,7 +152,6 @@ class World:
         for block in range(pool.blocks):
             assert pool.references(block) == held.count(block)
         assert pool.free + pool.index.idle + pool.used == pool.blocks and pool.used == len(set(held))
-        assert pool.index.limit is None or pool.index.idle <= pool.index.limit
         waiting = [pool.index.root]
         while waiting:
             node: Node = waiting.pop()
