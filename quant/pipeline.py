@@ -65,8 +65,10 @@ class Outcome:
         return sum(layer.fallback is not None for layer in self.layers)
 
 
-def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progress: ReportProgress = silent) -> Recipe:
-    """The recipe with widths chosen for its `target_bpw`, from a temporary copy of one low width next to `folder`."""
+def choose_widths(
+    work: QuantizationPlan, placement: Placement, folder: Path, progress: ReportProgress = silent
+) -> Recipe:
+    """Return the recipe with widths for its `target_bpw`, measured on a copy of one low width next to `folder`."""
     target = work.recipe.target_bpw
     assert target is not None
     copy = plan_low_copy(work, placement.device.type == "cuda")
@@ -123,8 +125,8 @@ def quantize(
     check_resources(work, target, overwrite=overwrite, work_folder=None if in_place else work_folder)
     with memory_errors(work.need), ExitStack() as stack:
         shared = shared or SharedWork()
-        how = _Options(placement, shared, overwrite, restart, balances)
-        copy = _Copy(stack, work, target, how, work_folder, in_place)
+        how = _Options(placement, shared, overwrite=overwrite, restart=restart, balances=balances)
+        copy = _Copy(stack, work, target, how, work_folder, in_place=in_place)
         (layers,) = _solved([copy], progress, note)
         return copy.finish(layers, progress, began)
 
@@ -146,7 +148,7 @@ def quantize_copies(
         check_resources(work, target, overwrite=overwrite)
     require_disk(need for work, target in copies for need in work.disk_needs(target, default_work_folder(target)))
     with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
-        how = _Options(placement, shared, overwrite, restart)
+        how = _Options(placement, shared, overwrite=overwrite, restart=restart)
         opened = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]
         solved = _solved(opened, progress, note)
         seconds = (time.monotonic() - began) / len(opened)
@@ -173,6 +175,7 @@ class _Copy:
         target: Path,
         how: _Options,
         finished_in: Path,
+        *,
         in_place: bool = False,
     ) -> None:
         recipe, folder = work.recipe, work.folder
@@ -206,7 +209,7 @@ class _Copy:
         self.output = TensorWriter(self._writer, work.packings, folder.config.dtype)
         if self.journal is not None:
             self.journal.attach(self._writer, self.output, folder.config)
-        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), how.balances)
+        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances=how.balances)
         self._source, self.names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
         self._tuning: Tuning | None = None
         self._blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one

@@ -126,9 +126,8 @@ def bench_draft(
     tokens = [{"text": "textbook", **vars(row)} for row in textbook()]
     tokens += [{"text": kind, **vars(row)} for kind, result in results.items() for row in result.lengths]
     notes = [f"{kind}: {note}" for kind, result in results.items() for note in result.notes]
-    overall = sum(1 / result.plain for result in results.values()) / sum(
-        1 / result.drafted for result in results.values()
-    )
+    plain, drafted = (sum(1 / row[f"{kind}_tokens_per_second"] for row in rows) for kind in ("plain", "draft"))
+    overall = plain / drafted
     if as_json:
         measured = {"results": rows, "tokens_per_pass": tokens, "speedup": overall, "notes": notes}
         call.out.json({"model": model, "draft": draft, **measured})

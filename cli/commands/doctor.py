@@ -1,6 +1,7 @@
 """`mycli doctor`: the hardware, a check of every kernel against its reference, and the memory bandwidth."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -221,11 +222,9 @@ def doctor(
         reply = golden_reply(opened)
     golden, worse, warmed = None, list[str](), 0
     # As a server: passes of several sequences have kernels of their own.
-    config = (
-        EngineConfig(device=device, sequences=FULL_LENGTH, running=MAX_SEQUENCES)
-        if warm
-        else EngineConfig(device=device)
-    )
+    config = EngineConfig(device=device)
+    if warm:
+        config = replace(config, sequences=FULL_LENGTH, running=MAX_SEQUENCES)
     with open_model(model, config, offline=call.offline) as opened:
         if warm:
             warmed = warm_up_engine(call, opened)

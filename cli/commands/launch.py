@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,10 +140,8 @@ def _server(call: Call, model: str | None, context: int | None) -> Iterator[tupl
         )
     line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json"]
     line += [] if context is None else ["--ctx", str(context)]
-    with (
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=log, start_new_session=True) as child,
-    ):
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=silent, start_new_session=True) as child:
         try:
             assert child.stdout is not None
             call.out.note(f"serving {model}")

@@ -37,7 +37,8 @@ def _models(server: dict[str, Any]) -> str:
     shown = [
         name if state == "loaded" else f"{name} ({state})" for name, state in states.items() if state != "unloaded"
     ]
-    return ", ".join([*shown, f"{len(states)} models" if len(shown) < len(states) else ""]).rstrip(", ")
+    shown += [f"{len(states)} models"] * (len(shown) < len(states))
+    return ", ".join(shown)
 
 
 @command

@@ -96,7 +96,7 @@ def pull(
         if dry_run or force or call.offline:
             raise UsageError("quantizing while downloading excludes --dry-run, --force and --offline", "omit them")
         held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
-        settings = QuantizedPull(output, held_out, device, max_ram, overwrite, restart)
+        settings = QuantizedPull(output, held_out, device, max_ram, overwrite=overwrite, restart=restart)
         pull_quantized(call, model, flags, settings)
         return
     # Names without an organization are local. What another program downloaded is not downloaded again.

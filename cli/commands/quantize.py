@@ -82,7 +82,7 @@ def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", t
         f" about {duration(choosing_seconds(work, placement))}"
     )
     with quantization_progress(call) as progress:
-        return pipeline.allocated(work, placement, target, progress)
+        return pipeline.choose_widths(work, placement, target, progress)
 
 
 def quantization_progress(call: Call) -> "AbstractContextManager[ReportProgress]":
@@ -244,9 +244,9 @@ def quantize(
             work_dir,
             max_ram,
             max_vram,
-            overwrite,
-            restart,
-            dry_run,
+            overwrite=overwrite,
+            restart=restart,
+            dry_run=dry_run,
         )
         outcome_of_file = quantize_to_gguf(call, run, gguf, partial(quantization_progress, call))
         if outcome_of_file is not None:
@@ -263,7 +263,9 @@ def quantize(
             )
             for copy_recipe in recipes
         ]
-        run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
+        run_sweep(
+            call, copies, plan, placement, Options(overwrite=overwrite, restart=restart, plot=plot, dry_run=dry_run)
+        )
         return
     work, choosing = plan(recipe), 0.0
     if folder.config.head().name not in work.packings and not folder.config.tie_embeddings:

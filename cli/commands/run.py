@@ -96,7 +96,6 @@ class GrammarFlags:
         str | None, options.option("--regex", "RE", "Reply with text that matches this regular expression completely.")
     ] = None
     json_mode: Annotated[bool, options.flag("--json-mode", "Reply with a JSON object.")] = False
-
     extra_properties: Annotated[
         bool, options.flag("--extra-properties", "Allow JSON properties that the schema does not name.")
     ] = False
@@ -113,10 +112,9 @@ class GrammarFlags:
         formats = sum((self.schema is not None, self.regex is not None, self.json_mode))
         if formats > 1:
             raise UsageError("--schema, --regex and --json-mode exclude each other", "use one of the three")
-        text = self.schema
-        if text is not None and not _is_inline(text):
-            text = read_file(Path(text))
-        return text
+        if self.schema is None or _is_inline(self.schema):
+            return self.schema
+        return read_file(Path(self.schema))
 
     def resolve(self, schema: str | None, model: "LoadedModel") -> "Grammar | None":
         """Return the grammar for `model`, None for free text; `schema` is the result of `text`."""

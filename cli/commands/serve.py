@@ -82,7 +82,7 @@ def serve(
     config = replace(config, memory_limit=several.memory, template=templates.resolve())
     engine = other.resolve()
     if engine is not None:
-        model = _single(models, engine)
+        model = _single(models or (), engine)
         _refuse_own_options(engine, address, reasoning, templates, several, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
@@ -115,24 +115,18 @@ def serve(
 
 
 def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
-    if (
-        len(models) != 1
-        or several.models_dir is not None
-        or several.idle is not None
-        or several.pinned
-        or several.manages
-    ):
+    manages = several.models_dir is not None or several.idle is not None or several.pinned or several.manages
+    if len(models) != 1 or manages:
         return True
     from mycli.cli.serving.model_catalog import is_configured
 
     return is_configured(models[0])
 
 
-def _single(models: Sequence[str] | None, engine: OtherEngine) -> str:
-    if len(models or ()) != 1:
+def _single(models: Sequence[str], engine: OtherEngine) -> str:
+    if len(models) != 1:
         raise UsageError(f"{engine.title} serves one model", "name one model, or omit --engine")
-    (model,) = models or ()
-    return model
+    return models[0]
 
 
 def _refuse_own_options(

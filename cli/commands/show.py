@@ -146,7 +146,7 @@ def _mlp(config: ModelConfig) -> str:
 
 
 def _rows(info: ModelInfo, answer: dict[str, Any]) -> list[tuple[str, str]]:
-    config = info.config
+    config, file = info.config, info.source.folder
     plain = config.rope_scaling.kind in ("default", "proportional")
     rope = "" if plain else f", {config.rope_scaling.kind} rope x {config.rope_scaling.factor:g}"
     sliding = "".join(f", sliding window {window}" for window in answer["sliding_windows"][:1])
@@ -170,8 +170,8 @@ def _rows(info: ModelInfo, answer: dict[str, Any]) -> list[tuple[str, str]]:
         ("chat template", "yes (--template prints it)" if info.template else "no"),
         ("origin", _origin(info)),
         *_quality(info),
-        *(file_activation_rows(recorded_kl(file)) if (file := info.source.folder).is_file() and info.packings else []),
-        ("file" if info.source.folder.is_file() else "folder", "" if info.remote else str(info.source.folder)),
+        *(file_activation_rows(recorded_kl(file)) if file.is_file() and info.packings else []),
+        ("file" if file.is_file() else "folder", "" if info.remote else str(file)),
     ]
     return [(name, text) for name, text in rows if text]
 

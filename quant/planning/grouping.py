@@ -42,6 +42,6 @@ def _fit(works: Sequence[QuantizationPlan]) -> bool:
 
 
 def sum_of_needs(works: Iterable[QuantizationPlan]) -> Need:
-    """The memory of copies that are solved together, at most."""
+    """Return the most memory that copies need which are solved together."""
     needs = [work.need for work in works]
     return Need(sum(need.host for need in needs), sum(need.device for need in needs), needs[0].at_once)

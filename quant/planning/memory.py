@@ -65,7 +65,7 @@ class QuantizationWork:
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
-    """The memory for `at_once` tokens per pass, at least one window."""
+    """Return the memory for `at_once` tokens per pass, at least one window."""
     stages = _solving(work, at_once) if work.tokens else [(0, _largest_tensor(work))]
     if work.output_moments:
         stages.append(_output_moments(work, at_once))

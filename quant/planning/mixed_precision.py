@@ -38,13 +38,13 @@ class Share:
 
 
 def low_width(bits_per_weight: float, group: int | None) -> int:
-    """The width of the copy: the widest below 8 that fits the target."""
+    """Return the width of the copy: the widest below 8 that fits the target."""
     scale = 0.0 if group is None else 16 / group
     return max((bits for bits in BITS if bits < 8 and bits + scale <= bits_per_weight), default=min(BITS))
 
 
 def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
-    """The width of each share for the least loss within `bits_per_weight`; raises UsageError if `low` does not fit."""
+    """Return the width of each share for least loss within `bits_per_weight`; UsageError if `low` does not fit."""
     # Greedy: starts at `low`, because shares measured there say little about fewer bits, and takes the step of most
     # gain per byte.
     widths = [low for _ in shares]

@@ -38,12 +38,12 @@ _ROWS_IN_TURN = 2.5  # times as long as all rows in one call: an estimate
 
 
 def expected_seconds(work: QuantizationPlan, placement: Placement) -> float:
-    """Seconds to quantize, hash and measure, without `choosing_seconds`, within a factor of 2, or 3 with tuning."""
+    """Return seconds to quantize, hash and measure, without `choosing_seconds`, within a factor of 2; 3 with tuning."""
     return _quantizing(work, placement) * (_TUNING if work.recipe.tune else 1)
 
 
 def choosing_seconds(work: QuantizationPlan, placement: Placement) -> float:
-    """Seconds to choose the widths for `target_bpw`: a copy is quantized, and the gradient passes through it."""
+    """Return seconds to choose the widths for `target_bpw`: a copy is quantized, and the gradient passes through it."""
     copy = plan_low_copy(work, placement.device.type == "cuda")
     model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
     tokens = min(WINDOWS, work.recipe.samples) * work.seq
@@ -75,7 +75,7 @@ def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
 
 
 def _seconds(task: Callable[[], object]) -> float:
-    """Mean seconds of `task`, after one warm-up call."""
+    """Return the mean seconds of `task`, after one warm-up call."""
     task()
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < _SECONDS:
@@ -91,7 +91,7 @@ def _rounding(
     source: SourceWeights,
     placement: Placement,
 ) -> float:
-    """Seconds to quantize every weight without data, extrapolated from the first ones."""
+    """Return seconds to quantize every weight without data, extrapolated from the first ones."""
     start, done = time.perf_counter(), 0
     sizes = {spec.name: spec.out_features * spec.in_features for spec in config.linears()}
     for linear, packing in packings.items():
@@ -112,7 +112,7 @@ def _passing(model: StreamedModel, seq: int) -> float:
 
 
 def _solving(config: ModelConfig, solver: LinearSolver, packing: Packing, tokens: int, placement: Placement) -> float:
-    """Seconds to observe and solve all products: those of a random matrix, scaled by the number of multiplications."""
+    """Return seconds to observe and solve all products: those of a random matrix, scaled by multiplications."""
     width = min(config.hidden_size, _WIDEST) // 128 * 128 or config.hidden_size
     inputs = torch.randn(2 * width, width, device=placement.device)
     weight, moments = inputs[:width], Moments.zeros(width, placement.device)

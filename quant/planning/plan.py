@@ -154,7 +154,7 @@ def plan_quantization(
 
 
 def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
-    """The plan of the copy of one low width that widths for `target_bpw` are measured on."""
+    """Return the plan of the copy of one low width on which widths for `target_bpw` are measured."""
     assert work.recipe.target_bpw is not None
     # Without a transform: rescaled weights cannot be compared with the original's.
     low = replace(

@@ -25,7 +25,7 @@ def check_target(target: Path, overwrite: bool, source: Path | None = None) -> N
 
 
 def _foreign(target: Path) -> str:
-    """Why `target` may hold a user's own files, which replacing it would delete; empty if it does not."""
+    """Return why `target` may hold a user's own files, which replacing it would delete; "" if it does not."""
     if target.is_symlink() or not target.is_dir():
         return "is not a folder"
     names = {entry.name for entry in os.scandir(target)}

@@ -71,7 +71,7 @@ def drift_rows(rows: int, columns: int) -> int:
 
 
 def refit(weight: Tensor, fitted: Moments, held_out: Moments) -> tuple[Tensor, float]:
-    """The target fp32 [N, K] for weight [N, K], and the share of the correction that it takes, 0 to 1."""
+    """Return the target fp32 [N, K] for weight [N, K], and the share of the correction that it takes, 0 to 1."""
     target = weight.float()
     damped = fitted.hessian.clone()
     damped.diagonal().add_(RIDGE * damped.diagonal().mean())

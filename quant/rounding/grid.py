@@ -77,13 +77,13 @@ class Quantized:
 
 
 def dequantize_codes(quantized: Quantized, grid: Grid) -> Tensor:
-    """Weights fp32 [N, K]: (u - Q) s, exact; for codes of a table its entry times s, rounded once."""
+    """Return weights fp32 [N, K]: (u - Q) s, exact; for codes of a table its entry times s, rounded once."""
     levels = code_values(quantized.codes, grid.packing, torch.float32)
     return (grouped(levels, quantized.scales.shape[1]) * quantized.scales.float().unsqueeze(-1)).flatten(1)
 
 
 def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Tensor:
-    """Scales [N, groups] for weight [N, K]; errors of columns weighted by `importance` [K], a Hessian's diagonal.
+    """Return scales [N, groups] for weight [N, K]; `importance` [K], a Hessian's diagonal, weights errors of columns.
 
     Raises ModelError for weights that are not finite, or too large for the dtype of the scales.
     """
@@ -97,7 +97,7 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
 
 
 def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """The nearest codes uint8 [N, K] of weight [N, K] for scales [N, groups]; ties go to the even level."""
+    """Return the nearest codes uint8 [N, K] of weight [N, K] for scales [N, groups]; ties go to the even level."""
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     if native_round(weight, scales, grid.packing.bits, codes=codes) is not None:
         plain.round_weight(weight, scales, grid.packing.bits, codes=codes)
@@ -129,7 +129,7 @@ def _as_fp32(importance: Tensor | None) -> Tensor | None:
 
 
 def relative_error(weight: Tensor, quantized: Quantized, grid: Grid) -> float:
-    """||W - W'||^2 / ||W||^2 of the whole matrix; 0 for a matrix of zeros."""
+    """Return ||W - W'||^2 / ||W||^2 of the whole matrix; 0 for a matrix of zeros."""
     lost = total = 0.0
     rows = max(1, SEARCH_WEIGHTS // weight.shape[1])
     for start in range(0, weight.shape[0], rows):

@@ -10,7 +10,7 @@ SEARCH_WEIGHTS = 1 << 20  # per chunk of rows: bounds the memory of a search and
 
 
 def grouped(weight: Tensor, groups: int) -> Tensor:
-    """[N, K] as fp32 [N, groups, K / groups]; a view if `weight` is fp32."""
+    """Return weight [N, K] as fp32 [N, groups, K / groups]; a view if it is fp32."""
     return weight.float().reshape(weight.shape[0], groups, -1)
 
 

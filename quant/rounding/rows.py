@@ -58,7 +58,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, moments: Tensor, count: int) -> "RowBlocks | None":
-        """The blocks of `moments` fp32 [blocks, S, S]; None if they have no factor, such as without gradients."""
+        """Return the blocks of `moments` fp32 [blocks, S, S]; None if they have no factor, as without gradients."""
         diagonal = moments.diagonal(dim1=1, dim2=2)
         mean = diagonal.sum() / count
         if not bool(torch.isfinite(mean) & (mean > 0)):
@@ -90,7 +90,7 @@ class RowBlocks:
 def round_rows(
     weight: Tensor, scales: Tensor, grid: Grid, blocks: RowBlocks, round_columns: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Codes of fp32 weight [N, K]: each row compensates the errors of those before it.
+    """Return codes of fp32 weight [N, K]: each row compensates the errors of those before it.
 
     round_columns: returns codes for rows [n, K] and their scales.
     """

@@ -30,7 +30,7 @@ class Factor:
 
 
 def factorize(hessian: Tensor, order: Tensor | None = None) -> Factor | None:
-    """The factor for fp32 H [K, K], by default in the order of its diagonal; None if H is not positive definite."""
+    """Return the factor of fp32 H [K, K], by default in order of its diagonal; None if H is not positive definite."""
     diagonal = hessian.diagonal()
     order = diagonal.argsort(descending=True, stable=True) if order is None else order
     ordered = hessian[order][:, order]
@@ -44,7 +44,7 @@ def factorize(hessian: Tensor, order: Tensor | None = None) -> Factor | None:
 
 
 def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
-    """U, upper triangular, with (H + damping I)^-1 = U^T U; None if that is not positive definite."""
+    """Return U, upper triangular, with (H + damping I)^-1 = U^T U; None if that is not positive definite."""
     # H = R R^T with R upper triangular is the Cholesky factorization from the last column on, and U = R^-1: the inverse
     # of H is never formed and factored again.
     damped = hessian.flip(0, 1)

@@ -45,16 +45,14 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None, outputs: Te
 
 
 def _nearest(part: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """Codes int32 of part [N, G, S] for scales [N, G] of either sign; a scale of zero makes every code equal."""
+    """Return codes int32 of part [N, G, S] for scales [N, G] of either sign; a scale of zero makes every code equal."""
     middles = (table[:-1] + table[1:]) / 2
     return torch.bucketize((part / scales.unsqueeze(-1)).nan_to_num(0.0), middles, out_int32=True)
 
 
 def _least_squares(part: Tensor, largest: Tensor, table: Tensor) -> Tensor:
-    """Scales fp32 [N, G] for part [N, G, S], never worse than its largest absolute values [N, G]."""
-    best = largest
-    levels = table[_nearest(part, best, table)]
-    least = (levels * best.unsqueeze(-1) - part).square().sum(-1)
+    """Return scales fp32 [N, G] for part [N, G, S], never worse than its largest absolute values [N, G]."""
+    best, least = largest, torch.full_like(largest, torch.inf)
 
     def consider(candidate: Tensor) -> None:
         nonlocal best, least
@@ -62,6 +60,7 @@ def _least_squares(part: Tensor, largest: Tensor, table: Tensor) -> Tensor:
         better = error < least
         best, least = torch.where(better, candidate, best), torch.where(better, error, least)
 
+    consider(largest)
     for index in range(_COUNT):
         consider(largest * (_LOW * (_HIGH / _LOW) ** (index / (_COUNT - 1))))
     for _ in range(_REFITS):

@@ -9,7 +9,7 @@ SOLVER = SolverSpec(help="round to nearest, without data")
 
 
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None, outputs: Tensor | None = None) -> Solution:
-    """Codes and scales for weight [N, K]; the diagonal of a Hessian weights the search. Raises as `find_scales`."""
+    """See `SolverModule.solve`; the diagonal of a Hessian weights the search for scales. Raises as `find_scales`."""
     importance = None if hessian is None else hessian.diagonal()
     quantized, error = round_to_nearest(weight, grid, importance)
     return Solution(quantized, error=error)

@@ -39,7 +39,6 @@ from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.models.part_spec import LinearSpec, OutputRows
 from mycli.runtime.quantization.scheme import Packing
@@ -70,22 +69,14 @@ class OriginalBlocks:
             fitted, held_out, too_few = observe(self.model, state, None, product, self.exact)
             yield product, fitted.hessian + held_out.hessian, too_few
 
-    def entered(self, block: Block) -> ObservedBlock:
-        """The block with the stream, which has left it after its last product is observed."""
+    def observed(self, block: Block) -> ObservedBlock:
+        """Return the block to be observed; with its last product the stream leaves it."""
         return ObservedBlock(block, self.stream, final=True, side_inputs=self.side_inputs)
 
-    def advance(self, index: int) -> None:
-        run(self.model, self.model.block(index), self.stream, self._context, self.side_inputs)
-
-    def advance_copy(self, block: Block, stream: Tensor, side_inputs: SideInputs | None) -> None:
-        run(self.model, block, stream, self._context, side_inputs)
-
-
-def run(
-    model: StreamedModel, block: Block, stream: Tensor, context: PassContext, side_inputs: SideInputs | None
-) -> None:
-    with reduced_precision(model.placement.device):
-        model.advance(block, stream, context, side_inputs)
+    def advance(self, block: Block, stream: Tensor, side_inputs: SideInputs | None) -> None:
+        """Run a block of the original or of a copy on the residual stream of its model, in place."""
+        with reduced_precision(self.model.placement.device):
+            self.model.advance(block, stream, self._context, side_inputs)
 
 
 class BlockSolver:
@@ -112,7 +103,7 @@ class BlockSolver:
 
     @property
     def count(self) -> int:
-        """The number of steps that finish the model: one per block, one for a quantized head."""
+        """The number of steps that complete the model: one per block, and one for a quantized head."""
         return self.model.config.layers + (self._head.name in self.packings)
 
     @property
@@ -146,7 +137,7 @@ class BlockSolver:
         restore(block, solved.changed)
         for linear in block.products.values():
             self.install(linear, solved.linears)
-        self.original.advance_copy(block, self.stream, self.side_inputs)
+        self.original.advance(block, self.stream, self.side_inputs)
 
     def install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
         """Replace a weight by the values that every reader computes from its codes."""
@@ -254,7 +245,7 @@ def solve_copies_of_block(solvers: Sequence[BlockSolver], index: int) -> list[So
         for product, hessian, too_few in original.hessians(block):
             for copy in copies:
                 copy.fold(product, hessian, too_few)
-    entered = original.entered(block)
+    entered = original.observed(block)
     for product in block.products:
         subjects = [copy.subject(product) for copy in copies]
         observed = observe_each(original.model, subjects, entered, product, original.exact)
@@ -278,7 +269,7 @@ def _parts(linear: Linear) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """The blocks of a copy to solve; `sink` gets each, and `work` keeps them for a later run."""
+    """The blocks of a copy to solve. `sink` receives each; `work` stores them, so that a later run continues."""
 
     blocks: BlockSolver
     sink: Sink
@@ -322,7 +313,7 @@ def solve_copies(
             for place, solved in known.items():
                 tasks[place].blocks.resume(index, solved)
             if not missing and index < original.model.config.layers:
-                original.advance(index)
+                original.advance(original.model.block(index), original.stream, original.side_inputs)
             if not missing and resumed == index:
                 resumed = index + 1
             if missing and index == resumed:

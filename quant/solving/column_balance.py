@@ -48,12 +48,12 @@ def _source_size(block: Block, source: NormSpec | OutputRows) -> Tensor:
         return next(norm for norm in block.norms if norm.spec == source).weight.float().abs()
     rows = block.products[source.product].weight().abs().median(1).values.float()
     stride = source.stride or source.width
-    used = rows[source.start :].as_strided((source.groups, 1, source.width), (stride, 0, 1), source.start)
+    used = rows.as_strided((source.groups, 1, source.width), (stride, 0, 1), source.start)
     return used.expand(-1, source.copies, -1).reshape(-1)
 
 
 def column_scale(source_size: Tensor, size: Tensor, source: NormSpec | OutputRows) -> Tensor | None:
-    """Factors fp32 [K], powers of two, that balance columns of `size` [K]; None if none is far from one."""
+    """Return factors fp32 [K], powers of two, that balance columns of `size` [K]; None if none is far from one."""
     if isinstance(source, OutputRows):  # all copies of a row have one factor
         grouped = size.view(source.groups, source.copies, source.width)
         size = grouped.square().mean(1, keepdim=True).sqrt().expand(grouped.shape).reshape(-1)

@@ -45,6 +45,7 @@ class LinearSolver:
         scale_dtype: torch.dtype,
         search: Search = "mse",
         transform: str | None = None,
+        *,
         tunes: bool = False,
         balances: bool = True,
     ) -> None:
@@ -57,8 +58,8 @@ class LinearSolver:
         self.balances = balances
 
     @classmethod
-    def of(cls, recipe: Recipe, scale_dtype: torch.dtype, balances: bool = True) -> "LinearSolver":
-        return cls(recipe.solver, scale_dtype, recipe.scales, recipe.transform, recipe.tune, balances)
+    def of(cls, recipe: Recipe, scale_dtype: torch.dtype, *, balances: bool = True) -> "LinearSolver":
+        return cls(recipe.solver, scale_dtype, recipe.scales, recipe.transform, tunes=recipe.tune, balances=balances)
 
     def grid(self, packing: Packing) -> Grid:
         return Grid(packing, self.scale_dtype, self._search)
@@ -145,7 +146,7 @@ def rounding_error(weight: Tensor, grid: Grid, hessian: Tensor) -> float:
 def output_error(
     weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor, total: float | None = None
 ) -> float:
-    """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 for outputs of zero.
+    """Return ||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 for outputs of zero.
 
     total: ||W X||^2, if it is known.
     """

@@ -44,7 +44,7 @@ def output_loss(error: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def output_weights(moments: Tensor, width: int) -> Tensor | None:
-    """G damped and of mean diagonal 1 + `ROW_DAMPING`, for moments of `width` outputs; None without gradients."""
+    """Return G, damped, of mean diagonal 1 + `ROW_DAMPING`, for moments of `width` outputs; None without gradients."""
     mean = moments.diagonal(dim1=1, dim2=2).sum() / width
     if not bool(torch.isfinite(mean) & (mean > 0)):
         return None

@@ -75,7 +75,7 @@ class _Recomputed(Function):
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`run(x)`, computed again in backward; x must require a gradient."""
+    """Return `run(x)`, computed again in backward; x must require a gradient."""
     y: Tensor = _Recomputed.apply(run, x)  # type: ignore[no-untyped-call]  # torch's stub
     return y
 

@@ -21,7 +21,7 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, with the gradient of `value`."""
+    """Return `rounded`, with the gradient of `value`."""
     return value + (rounded - value).detach()
 
 

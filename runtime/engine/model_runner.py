@@ -31,12 +31,12 @@ class CacheShape:
 
     @classmethod
     def contiguous(cls, context: int, sequences: int = 1) -> "CacheShape":
-        """One block of `context` tokens for each sequence, which kernels read in place."""
+        """Return one block of `context` tokens for each sequence, which kernels read in place."""
         return cls(context, sequences, context)
 
     @classmethod
     def paged(cls, context: int, tokens: int, block_size: int) -> "CacheShape":
-        """Blocks for `tokens` in total, shared by all sequences."""
+        """Return blocks for `tokens` in total, shared by all sequences."""
         return cls(context, -(-tokens // block_size), block_size)
 
 

@@ -48,7 +48,7 @@ class AttentionContext(Protocol):
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with query [sequences, tokens, heads, head_dim]: [sequences, tokens, heads * head_dim].
+        """Attend with query [sequences, tokens, heads, head_dim]; return [sequences, tokens, heads * head_dim].
 
         new: keys and values [sequences, tokens, kv_heads, head_dim] of this layer; None if it reads those of layer
         `spec.kv_source`. Queries and keys are rotated.
@@ -56,7 +56,7 @@ class AttentionContext(Protocol):
         ...
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
-        """Attend in latent space: [tokens, heads, rank].
+        """Attend in latent space; return [tokens, heads, rank].
 
         query: [tokens, heads, rank] and rotated [tokens, heads, rope_dim]; new: latents [tokens, rank] and rotated
         values [tokens, rope_dim] of this layer.
@@ -99,7 +99,7 @@ class PromptAttention:
         return x if self._dtype is None else self._stored(x).dense(x.dtype)
 
     def attend_expanded(self, spec: LatentAttentionSpec, query: Tensor, expanded: Tensor, rotated: Tensor) -> Tensor:
-        """Attend with query [sequences, tokens, heads, head_dim]: [sequences, tokens, heads * value_dim].
+        """Attend with query [sequences, tokens, heads, head_dim]; return [sequences, tokens, heads * value_dim].
 
         expanded: kv_b(latent), [sequences, tokens, heads * (nope_dim + value_dim)]; rotated: [sequences, tokens,
         rope_dim], which all heads share.

@@ -38,7 +38,7 @@ class PassContext:
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
-    """Run a part to its end, multiplying every product: the new residual stream.
+    """Run a part to its end, multiplying every product; return the new residual stream.
 
     output: of the product yielded last; None for steps that have not begun.
     """

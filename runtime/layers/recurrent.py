@@ -35,7 +35,7 @@ class RecurrentStates(Protocol):
     """The recurrent states of a pass."""
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
-        """Apply `step` to `rows` [sequences, tokens, ...] and the states of `layer`: [sequences, tokens, width]."""
+        """Apply `step` to rows [sequences, tokens, ...] and a layer's states; return [sequences, tokens, width]."""
         ...
 
 

@@ -27,12 +27,12 @@ def scale_embeddings(x: Tensor, config: ModelConfig) -> Tensor:
 
 
 def embed_tokens(tokens: Tensor, table: Tensor, config: ModelConfig) -> Tensor:
-    """Embed tokens int64 [...] with table [vocab, hidden]: the residual stream [..., hidden], in its dtype."""
+    """Embed tokens int64 [...] with table [vocab, hidden]; return the residual stream [..., hidden] in its dtype."""
     return scale_embeddings(functional.embedding(tokens, table), config)
 
 
 def finish_logits(logits: Tensor, config: ModelConfig, portable: bool = False) -> Tensor:
-    """Scale and softcap the output of the head; returns fp32 logits, `portable`: with the same bits on every CPU."""
+    """Scale and softcap the output of the head in fp32; portable: with the same bits on every CPU."""
     # In fp32: in bf16 different logits would round to the same value.
     logits = logits.float()
     if config.logit_scale != 1.0:

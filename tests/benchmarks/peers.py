@@ -26,7 +26,7 @@ from torch import Tensor
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import allocated, quantize
+from mycli.quant.pipeline import choose_widths, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
@@ -72,7 +72,7 @@ def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
     source = Source(shown.source.name, shown.source, None, None)
     work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), shown.text, report="none")
     if recipe.target_bpw is not None:
-        work = plan_quantization(source, allocated(work, CPU, target), shown.text, report="none")
+        work = plan_quantization(source, choose_widths(work, CPU, target), shown.text, report="none")
     quantize(work, target, CPU)
     return Made("mycli", how, packed_bits(target), target)
 

@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from mycli.quant import quality_report
 from mycli.quant.planning import plan as planning
-from mycli.quant.pipeline import allocated, quantize
+from mycli.quant.pipeline import choose_widths, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
@@ -57,7 +57,7 @@ need = work.need.host
 reset_peak()
 before = resident()
 if work.recipe.target_bpw is not None:
-    work = plan_quantization(source, allocated(work, cpu, target), report=report)
+    work = plan_quantization(source, choose_widths(work, cpu, target), report=report)
 quantize(work, target, cpu)
 assert "torch._dynamo" not in sys.modules, "torch's compiler, 150 MiB, was imported for nothing"
 print(json.dumps([need, peak_resident() - before]))

@@ -132,7 +132,7 @@ def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     windows = bundled(tokenizer, model.config.vocab_size, 4 * HELD_OUT_EVERY, 64, seed=0).windows
     made: dict[bool, list[Solved]] = {False: [], True: []}
     for tunes, blocks in made.items():
-        solver = LinearSolver("gptq", torch.bfloat16, "mse", transform, tunes)
+        solver = LinearSolver("gptq", torch.bfloat16, "mse", transform, tunes=tunes)
         quantize_blocks(BlockSolver(OriginalBlocks(model, windows), packings, solver), blocks.append)
     assert all(layer.tuned is None for block in made[False] for layer in block.layers)
     shares = [layer.tuned for block in made[True] for layer in block.layers]

@@ -82,7 +82,7 @@ class Spoiled:
 
     def __init__(self, step: LayeredStep, layer: int, added: float = 1.0, stored: float = 1.0) -> None:
         self.step, self.layer, self.added, self.stored = step, layer, added, stored
-        self.takes, self.rotates = step.takes, step.rotates
+        self.takes = step.takes
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         return self.step(inputs, rope, cache, last)
