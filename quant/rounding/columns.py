@@ -12,10 +12,7 @@ from mycli.runtime.kernels.cpu.rounding import native_columns
 def solve_block(
     residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
 ) -> tuple[Tensor, Tensor]:
-    """Return new codes uint8 [C, N] and shifts fp32 [C, N] of C <= BLOCK columns.
-
-    residual, scales: [C, N]; matrix: [C, C].
-    """
+    """Return codes uint8 and shifts fp32 [C, N] of C <= BLOCK columns; residual, scales [C, N], matrix [C, C]."""
     # For column i in turn, r is `residual` less matrix[j, i] * shift[j] of all j < i; a level is a code less `half`.
     # `codes` None (GPTQ): take the level nearest to r; the shift is (r - level * scale) / matrix[i, i].
     # Else (coordinate descent): the level moves by r / matrix[i, i]; the shift is the weight's movement.
@@ -54,10 +51,7 @@ def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -
 
 
 def refit_scales(solved: Quantized, pull: Tensor, grid: Grid, hessian: Tensor) -> Quantized:
-    """Return the codes with the scales of least error; a row that would lose by them keeps its own.
-
-    pull: from `move_codes`.
-    """
+    """Return the codes with scales of least error; a row that would lose keeps its own; pull: from `move_codes`."""
     columns, rows = pull.shape
     groups = solved.scales.shape[1]
     size = columns // groups

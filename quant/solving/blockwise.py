@@ -70,11 +70,10 @@ class OriginalBlocks:
             yield product, fitted.hessian + held_out.hessian, too_few
 
     def observed(self, block: Block) -> ObservedBlock:
-        """Return the block to be observed; with its last product the stream leaves it."""
+        # The stream leaves the block when its last product is observed.
         return ObservedBlock(block, self.stream, final=True, side_inputs=self.side_inputs)
 
     def advance(self, block: Block, stream: Tensor, side_inputs: SideInputs | None) -> None:
-        """Run a block of the original or of a copy on the residual stream of its model, in place."""
         with reduced_precision(self.model.placement.device):
             self.model.advance(block, stream, self._context, side_inputs)
 

@@ -36,7 +36,6 @@ class CacheShape:
 
     @classmethod
     def paged(cls, context: int, tokens: int, block_size: int) -> "CacheShape":
-        """Return blocks for `tokens` in total, shared by all sequences."""
         return cls(context, -(-tokens // block_size), block_size)
 
 

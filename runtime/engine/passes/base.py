@@ -44,7 +44,7 @@ class PassInput:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence after the pass."""
+        # Tokens of the longest sequence after the pass.
         return max([chunk.start + len(chunk.tokens) for chunk in self.chunks])
 
 

@@ -107,7 +107,7 @@ class Completion:
 
 
 def _outputs(engine: Engine, request: Request) -> Iterator[SequenceOutput]:
-    """Run a request and yield its outputs. If the loop over them is left, it is cancelled."""
+    # If the loop over the outputs is left, the request is cancelled.
     number = engine.submit(request)
     try:
         reason = None
