@@ -237,6 +237,7 @@ def _contents(path: Path, size: int) -> bytearray | str:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             return _NO_FILE
+        # A checksum does not detect a deliberate change, so a folder that others can write to is refused.
         if state.st_uid != os.geteuid():
             return "owned by another user"
         if state.st_size != size:
