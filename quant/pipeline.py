@@ -261,7 +261,7 @@ class _Copy:
                 result = _with_dense_head(work, writer)
                 layers = tuple(layer for layer in layers if layer.name in work.packings)
             measured = measure_result(original, result, work.report, progress, head=head)
-        files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
+        files = model_card.digests(filter(Path.is_file, writer.folder.rglob("*")), writer.folder)
         record = model_card.encode(
             recipe={**asdict(work.recipe), "group": "channel" if work.recipe.group is None else work.recipe.group},
             calibration=self.calibration,

@@ -59,7 +59,7 @@ class SharedWork:
             known.set_result(self._digests)
             yield known
             return
-        with model_card.digests_in_background(folder.source_files()) as digests:
+        with model_card.digests_in_background(folder.source_files(), folder.path) as digests:
             yield digests
             self._digests = digests.result()
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def write_folder(
             writer.add_file(name, data)
         writer.add_file("config.json", _json({**fields, **config}))
         open_model_folder(writer.folder).checked_manifest()
-        written = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
+        written = model_card.digests(filter(Path.is_file, writer.folder.rglob("*")), writer.folder)
         origin = {"name": request.source.label, "revision": request.source.revision}
         if folder.adapter is not None:
             origin["adapter"] = folder.adapter.name

@@ -76,7 +76,7 @@ def quantize_gguf(
         run = model_card.identify(work.recipe.record, calibration, placement, at_once)
         if not restart:
             require_same_run(finished_in, run)
-        origin = stack.enter_context(model_card.digests_in_background(folder.source_files()))
+        origin = stack.enter_context(model_card.digests_in_background(folder.source_files(), folder.path))
         file = stack.enter_context(work.layout.writer(target, overwrite))
         solver, output, source = BlockTypeSolver(work.layout), _Output(work, file), SourceWeights(folder)
         for name in work.layout.kinds:

@@ -63,8 +63,11 @@ class Size:
     quantized_bits_per_weight: float
 
 
-def digests(files: Iterable[Path], stop: Event | None = None) -> dict[str, dict[str, Any]]:
-    """The size and sha256 of each file by name, sorted. Raises CancelledError soon after `stop` is set."""
+def digests(files: Iterable[Path], root: Path | None = None, stop: Event | None = None) -> dict[str, dict[str, Any]]:
+    """Return size and sha256 of each file, sorted, by its name, or its path if it lies in a folder of `root`.
+
+    Raises CancelledError soon after `stop` is set.
+    """
     result = {}
     for path in sorted(files):
         digest = hashlib.sha256()
@@ -73,17 +76,18 @@ def digests(files: Iterable[Path], stop: Event | None = None) -> dict[str, dict[
                 digest.update(part)
                 if stop is not None and stop.is_set():
                     raise CancelledError
-        result[path.name] = {"sha256": digest.hexdigest(), "bytes": path.stat().st_size}
+        name = path.relative_to(root).as_posix() if root is not None and path.is_relative_to(root) else path.name
+        result[name] = {"sha256": digest.hexdigest(), "bytes": path.stat().st_size}
     return result
 
 
 @contextmanager
-def digests_in_background(files: Iterable[Path]) -> Iterator[Future[dict[str, dict[str, Any]]]]:
+def digests_in_background(files: Iterable[Path], root: Path) -> Iterator[Future[dict[str, dict[str, Any]]]]:
     """Run `digests` on a thread; leaving the context cancels it."""
     stop = Event()
     with ThreadPoolExecutor(1) as background:
         try:
-            yield background.submit(digests, files, stop)
+            yield background.submit(digests, files, root, stop)
         finally:
             stop.set()
 

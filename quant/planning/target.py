@@ -37,7 +37,7 @@ def _foreign(target: Path) -> str:
         written = read_object(target / RECORD, MAX_COMPANION_BYTES).object("files").values
     except ModelError as error:
         return f"its {RECORD} cannot be read ({error.message})"
-    others = sorted(names - {RECORD, *written})
+    others = sorted(names - {RECORD, *(name.partition("/")[0] for name in written)})
     return f"contains {others[0]}, which this program did not write" if others else ""
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, damaged
+from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -32,8 +33,6 @@ if TYPE_CHECKING:  # describing a model needs none of these
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-EMBEDDING_MODULES = "modules.json"  # of a sentence-transformers folder
-
 # Copied with the weights: all that the model needs to run, and its terms. No README: it would describe another model.
 COMPANIONS = (
     "tokenizer.json",
@@ -46,6 +45,9 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    MODULES,
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
     "LICENSE",
     "LICENSE.txt",
     "LICENSE.md",
@@ -83,7 +85,7 @@ class ModelFolder:
         if tensors is not None:
             part = part.with_tensors(tensors)
         config = parse_config(part.config)
-        if path is not None and (path / EMBEDDING_MODULES).is_file():
+        if path is not None and (path / MODULES).is_file():
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
         folder = cls(path or Path(), part.config, config, config_only=path is None, part=part, file_manifest=files)
         return folder if remote is None else replace(folder, headers=folder.text_tensors(remote))
@@ -91,7 +93,7 @@ class ModelFolder:
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":
         """The modules of a sentence-transformers folder; None for other folders. Raises ModelError."""
-        if self.config_only or not (self.path / EMBEDDING_MODULES).is_file():
+        if self.config_only or not (self.path / MODULES).is_file():
             return None
         from mycli.runtime.checkpoint.sentence_transformers import read_embedding_spec
 
@@ -223,8 +225,8 @@ class ModelFolder:
         return read_tokenizer_settings(self.path)
 
     def companions(self) -> dict[str, bytes]:
-        """Return the other files that a copy of the model needs, by name. Raises ModelError for one of over 128 MB."""
-        return {path.name: path.read_bytes() for path in self._companion_paths()}
+        """Return the other files that a copy of the model needs, by path. Raises ModelError for one of over 128 MB."""
+        return {path.relative_to(self.path).as_posix(): path.read_bytes() for path in self._companion_paths()}
 
     def source_files(self) -> list[Path]:
         weights = {entry.file for entry in self.manifest.tensors.values()}
@@ -233,6 +235,9 @@ class ModelFolder:
 
     def _companion_paths(self) -> list[Path]:
         paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]
+        if self.path / MODULES in paths:
+            modules = sorted(self.path.glob("*/*"))
+            paths += [path for path in modules if MODULE_FILE.fullmatch(path.relative_to(self.path).as_posix())]
         for path in paths:
             if path.stat().st_size > MAX_COMPANION_BYTES:
                 allowed = human_bytes(MAX_COMPANION_BYTES)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint, check_finite, tensor_bytes
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, make_header
+from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.atomic_folder import Staging
@@ -194,10 +195,13 @@ class CheckpointWriter(Staging):
         self._pending.discard(name)
 
     def add_file(self, name: str, data: bytes) -> None:
-        if Path(name).name != name or name in ("", "..", *self._headers):
+        plain = Path(name).name == name and name not in ("", "..", *self._headers)
+        if not plain and not MODULE_FILE.fullmatch(name):
             raise ValueError(f"{name!r} is not a name for another file")
+        path = self.folder / name
         with disk_errors(self.target):
-            (self.folder / name).write_bytes(data)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
 
     def finish(self) -> None:
         """Flush everything and rename the folder to its target. All tensors must have been written."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
+from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
@@ -85,8 +86,9 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
     for name in entries.values:
         entry = entries.object(name)
         digest = entry.text("sha256")
-        # A record may name a path, as `../../x`; only files of the folder are read.
-        if not re.fullmatch(r"[0-9a-f]{64}", digest) or "/" in name or name in ("", ".", ".."):
+        # A record may name a path, as `../../x`; only files of the folder are read, and of its embedding modules.
+        plain = "/" not in name and name not in ("", ".", "..")
+        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not (plain or MODULE_FILE.fullmatch(name)):
             raise entry.fail("sha256", "is not the sha256 of a file in the same folder")
         files[name] = HubFile(name, entry.integer("bytes", low=0, high=1 << 60), digest)
     return files

@@ -39,15 +39,18 @@ class RemoteModel:
         names = {file.name for file in root}
         if split_file(plan.model)[1] is not None or has_adapter_files(names) or "config.json" not in names:
             raise ModelError(f"{plan.model}: only a whole model in safetensors can be quantized while it is downloaded")
-        small = [file for file in root if not file.name.endswith(_WEIGHTS)]
+        weights = [file for file in root if file.name.endswith(_WEIGHTS)]
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        for file in small:
-            data = read_small_file(hub, plan.repo, plan.commit, file)
+        for file in plan.files:
+            if file in weights:
+                continue
+            data, path = read_small_file(hub, plan.repo, plan.commit, file), folder / file.name
             with disk_errors(folder):
-                write_atomic(folder / file.name, data)
+                path.parent.mkdir(exist_ok=True)
+                write_atomic(path, data)
         spool = RangeSpool(hub, plan.repo, plan.commit, folder / "ranges")
-        files = {file.name: RemoteFile(file, spool) for file in root if file.name.endswith(_WEIGHTS)}
+        files = {file.name: RemoteFile(file, spool) for file in weights}
         index = read_index(folder) if (folder / INDEX).exists() else None
         manifest = Manifest.from_files(folder, files, index)
         opened = replace(open_model_folder(folder, manifest.tensors), file_manifest=manifest)

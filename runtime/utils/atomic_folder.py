@@ -14,6 +14,8 @@ from typing import Self
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import LockedError, disk_errors, flush, locked, require_space
 
+_MODULE = re.compile(r"\d+_\w+", re.ASCII)  # a folder of an embedding model's module, the only one in a model folder
+
 
 def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     if source is not None:
@@ -27,7 +29,8 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     if target.is_symlink() or not target.is_dir():
         raise UsageError(f"{target}: not a folder", "only a model folder can be replaced; choose another name")
     entries = list(os.scandir(target))
-    if entries and ("config.json" not in {entry.name for entry in entries} or any(map(os.DirEntry.is_dir, entries))):
+    others = any(entry.is_dir() and not _MODULE.fullmatch(entry.name) for entry in entries)
+    if entries and ("config.json" not in {entry.name for entry in entries} or others):
         raise UsageError(f"{target}: not a model folder, so it is not replaced", "choose another name")
 
 
@@ -100,7 +103,7 @@ class Staging:
     def commit(self) -> None:
         """Flush all files, then rename: after a power cut, `target` is the complete old or new folder (D4)."""
         with disk_errors(self.target):
-            for path in self.folder.iterdir():
+            for path in self.folder.rglob("*"):
                 flush(path)
             flush(self.folder)
             try:

@@ -106,3 +106,16 @@ def test_a_line_without_a_text_is_named(mycli: Mycli, model: Path, tmp_path: Pat
     (tmp_path / "a.jsonl").write_text(text)
     done = mycli("embed", str(model), str(tmp_path / "a.jsonl"), "--device", "cpu")
     assert done.returncode == 2 and problem in done.stderr
+
+
+def test_a_quantized_model_embeds(mycli: Mycli, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "quantized"
+    flags = ("--bits", "8", "--method", "rtn", "--group", "32", "--report", "none", "-q")
+    made = mycli("quantize", str(model), *flags, "-o", str(target))
+    assert made.returncode == 0, made.stderr
+    files = json.loads((target / "mycli.json").read_text())["files"]
+    assert "1_Pooling/config.json" in files and mycli("verify", str(target)).returncode == 0
+    common = ("embed", "--device", "cpu", "--dtype", "fp32")
+    original, copy = (embedded(mycli(*common, str(path), input=TEXTS[1]).stdout)[0] for path in (model, target))
+    assert original @ copy > 0.98 * numpy.linalg.norm(original) * numpy.linalg.norm(copy)
+    assert mycli("quantize", str(model), *flags, "-o", str(target), "--overwrite").returncode == 0
