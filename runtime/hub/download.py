@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from mycli.runtime.hub.names import choose_quant, safe_name, safe_path, split_fi
 from mycli.runtime.hub.partial_file import PartialFile
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.store import MAX_INDEX_BYTES, HubFile
-from mycli.runtime.utils.files import locked, require_space, write_atomic
+from mycli.runtime.utils.files import disk_errors, locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
 from mycli.runtime.utils.units import human_bytes
 
@@ -214,11 +214,13 @@ def fetch_files(hub: Hub, plan: DownloadPlan, *, force: bool, advance: Callable[
         return source
     if not force:
         check_space(plan)
-    for subfolder in (folder / "blobs", folder / "trees", snapshot):
-        subfolder.mkdir(parents=True, exist_ok=True)
-    with repo_lock(folder, plan.model, hub.note):
-        record = {"format_version": 1, "files": dict(sorted(plan.tree.values.items()))}
-        write_atomic(folder / "trees" / f"{plan.commit}.json", json.dumps(record, indent=1).encode())
+    record = {"format_version": 1, "files": dict(sorted(plan.tree.values.items()))}
+    with ExitStack() as lock:
+        with disk_errors(folder):
+            for subfolder in (folder / "blobs", folder / "trees", snapshot):
+                subfolder.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(repo_lock(folder, plan.model, hub.note))
+            write_atomic(folder / "trees" / f"{plan.commit}.json", json.dumps(record, indent=1).encode())
         for file in plan.files:
             if _find_stored(plan.repo, plan.commit, file) is None:
                 _fetch(hub, plan, file, advance)

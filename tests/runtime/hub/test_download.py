@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.checkpoint.safetensors_header import INDEX
-from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, ResourceError
+from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, ResourceError, UsageError
 from mycli.runtime.hub import download
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import fetch_files, plan_download
@@ -195,6 +195,13 @@ def test_a_read_only_cache_that_holds_everything_is_enough(server: HubServer, fo
         patch.setattr(download, "write_atomic", no_write)
         server.refs[REPO]["same"] = server.refs[REPO]["main"]
         assert fetch(server, f"{REPO}@same").folder.is_dir()
+
+
+def test_a_cache_that_cannot_be_written_is_named(server: HubServer, folders: Path) -> None:
+    server.add(REPO, FILES)
+    folders.write_bytes(b"a file")
+    error = failing(server)
+    assert isinstance(error, UsageError) and error.message.startswith(f"cannot write {folders}/models--org--tiny: ")
 
 
 def test_modes_follow_the_umask(server: HubServer, folders: Path) -> None:
