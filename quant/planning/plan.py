@@ -125,6 +125,9 @@ def plan_quantization(
     small.
     """
     folder = folder or open_model_folder(source.folder)
+    if folder.config.bidirectional and (recipe.needs_data or report != "none"):
+        message = f"{source.label}: its tokens see the whole text, which calibration and the quality report do not do"
+        raise UsageError(message, code="no-data-no-report")
     stored = source_scheme(folder, source.label)
     # Without a report nothing says what 8 bits would cost.
     measurable = replace(recipe, head="keep") if report == "none" and recipe.head == "auto" else recipe

@@ -108,6 +108,16 @@ def test_a_line_without_a_text_is_named(mycli: Mycli, model: Path, tmp_path: Pat
     assert done.returncode == 2 and problem in done.stderr
 
 
+def test_a_bidirectional_model_is_quantized_without_data(mycli: Mycli, tmp_path: Path) -> None:
+    folder, target = embedding_gemma(tmp_path / "gemma"), tmp_path / "quantized"
+    flags = ("quantize", str(folder), "--bits", "8", "--group", "32", "-q", "-o", str(target))
+    for more in ((), ("--method", "rtn")):
+        refused = mycli(*flags, *more)
+        assert refused.returncode == 2 and "add --method rtn --report none" in refused.stderr
+    assert mycli(*flags, "--method", "rtn", "--report", "none").returncode == 0
+    assert mycli("embed", str(target), "--device", "cpu", input="Hello").returncode == 0
+
+
 def test_a_quantized_model_embeds(mycli: Mycli, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "quantized"
     flags = ("--bits", "8", "--method", "rtn", "--group", "32", "--report", "none", "-q")
