@@ -60,13 +60,16 @@ def read(raw: Fields) -> ModelConfig:
     count, top_k = read_expert_counts(raw, key, layers, default=(256, 8))
     scaled = raw.has("attention_value_scale") or "attention_value_scale" not in raw.values  # null for none
     value_scale = raw.number("attention_value_scale", 0.707, low=1e-6) if scaled else 1.0
+    value_dim = raw.integer("v_head_dim", 128)
+    if value_dim > head_dim:
+        raise raw.fail("v_head_dim", f"{value_dim} is more than head_dim {head_dim}")
     mixture = MoeLayers(
         count,
         read_routing(raw, count, top_k),
         raw.integer("moe_intermediate_size", 2048),
         ExpertNames(correction_bias="gate.e_score_correction_bias"),
         dense=read_dense_layers(raw, layers, first=1),
-        base=MimoLayers(raw.integer("v_head_dim", 128, high=head_dim), value_scale),
+        base=MimoLayers(value_dim, value_scale),
     )
     return ModelConfig(
         **fields,
