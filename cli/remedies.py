@@ -50,7 +50,7 @@ REMEDIES: Mapping[str, str] = {
     "more-context": "shorten the prompt, or use a larger --ctx",
     "less-context": "use a smaller --ctx",
     "larger-windows": "use a larger --ctx",
-    "no-data-no-report": "add --method rtn --report none",
+    "no-data-no-report": "choose a --method without data, and add --report none",
     "more-tokens-or-less-context": "use a larger --tokens, or a smaller --ctx",
     "longer-text-or-less-context": "use a longer text or a smaller --ctx",
     # a server
