@@ -81,7 +81,8 @@ def eos_token_ids(metadata: Fields) -> list[int]:
     tokens, _ = read_tokens(metadata)
     ids = [index for name in ("eos", "eot", "eom") if (index := token_id(metadata, name, len(tokens))) is not None]
     more = metadata.values.get(ggml_key("eos_token_ids"))  # of Ollama's converter
-    ids += [index for index in more if 0 <= index < len(tokens)] if isinstance(more, array) else []
+    if isinstance(more, array):
+        ids += [index for index in more if isinstance(index, int) and 0 <= index < len(tokens)]
     ids += [index for index, text in enumerate(tokens) if text in _EOS_TEXTS]
     if any(ends <= {tokens[index] for index in ids} for ends in _MESSAGES):
         ids = [index for index in ids if tokens[index] != "<|end|>"]
