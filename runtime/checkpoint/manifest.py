@@ -15,6 +15,7 @@ from mycli.runtime.checkpoint.safetensors_header import (
     TensorEntry,
     damaged,
     header_bytes,
+    index_counts,
     parse_header,
 )
 from mycli.runtime.checkpoint.stable_file import RegularFile, StoredFile
@@ -50,8 +51,8 @@ class Manifest:
             reason = error.strerror if isinstance(error, OSError) else error
             raise NotFoundError(f"{folder}: {reason}", code="name-or-pull") from None
         index = read_index(folder) if INDEX in present else None
-        if index is not None and SINGLE in present and present.isdisjoint(index.values()):
-            index = None  # of earlier shards, left next to a single file: transformers reads the file
+        if index is not None and not index_counts(index.values(), present):
+            index = None
         if index is None and SINGLE not in present:
             raise _no_weights(present, folder)
         names = [SINGLE] if index is None else sorted(set(index.values()))

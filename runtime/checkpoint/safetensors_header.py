@@ -6,7 +6,7 @@ library accepts: duplicate names, unknown fields, control characters, headers be
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +97,14 @@ class TensorEntry:
             )
             for index, name in enumerate(names)
         ]
+
+
+def index_counts(shards: Iterable[str], present: Container[str]) -> bool:
+    """Return whether an index of `shards` describes a folder that holds the files `present`.
+
+    As in transformers, a single file counts instead of an index whose shards are all gone.
+    """
+    return SINGLE not in present or any(name in present for name in shards)
 
 
 def damaged(problem: str) -> ModelError:

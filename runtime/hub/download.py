@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mycli.runtime.checkpoint.gguf_parts import part_names
-from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, index_counts
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub import store
@@ -103,12 +103,12 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
     if INDEX in root:
         index = parse_object(read_small_file(hub, repo, commit, root[INDEX]), INDEX, MAX_INDEX_BYTES)
         shards = store.read_shards(index)
-        absent = [name for name in shards if name not in root]
-        if not absent:
+        if index_counts(shards, root):
+            for name in shards:
+                if name not in root:
+                    message = f"{INDEX}: names {name}, which {repo} does not hold"
+                    raise ModelError(message, "the repository is incomplete")
             return [*small, root[INDEX], *(root[name] for name in shards)]
-        # An index of earlier shards, left next to a single file: transformers reads the file.
-        if SINGLE not in root or len(absent) < len(shards):
-            raise ModelError(f"{INDEX}: names {absent[0]}, which {repo} does not hold", "the repository is incomplete")
     if SINGLE in root:
         return [*small, root[SINGLE]]
     if ADAPTER_CONFIG in root and ADAPTER_WEIGHTS in root:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from mycli.runtime.checkpoint.gguf_parts import part_number
-from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, index_counts
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import DATASETS, GGUF, REPO, safe_name
@@ -148,10 +148,9 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
         if (folder / MODULES).exists():
             needed |= set(filter(MODULE_FILE.fullmatch, names))
         if (folder / INDEX).exists():
-            shards = set(read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES)))
-            # An index of shards that are all gone may lie next to a single file: see `Manifest.open`.
-            if any((folder / name).exists() for name in shards) or not (folder / SINGLE).exists():
-                needed |= shards
+            shards = read_shards(read_object(folder / INDEX, MAX_INDEX_BYTES))
+            if index_counts(shards, [name for name in (SINGLE, *shards) if (folder / name).exists()]):
+                needed |= set(shards)
         elif (folder / SINGLE).exists():
             needed.discard(INDEX)
         elif INDEX not in needed:

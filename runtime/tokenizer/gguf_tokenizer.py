@@ -29,10 +29,8 @@ _EOS_TEXTS = frozenset(
 # With these, <|end|> ends only a message of a reply: gpt-oss, Solar Open.
 _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>", "<|flush|>"})
 # Files of before May 2024 have no `pre`; these architectures had one rule then.
-_OLDER_RULES = {
-    **{"qwen2": "qwen2", "qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2", "olmo": "olmo"},
-    "command-r": "command-r",
-}
+_OLDER_RULES = {name: name for name in ("qwen2", "olmo", "command-r")}
+_OLDER_RULES |= {"qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2"}
 _SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 

@@ -4,16 +4,14 @@ python -m tests.support.planted_outliers OUT [--kind outliers|heavy-tails]
 """
 
 import argparse
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.paths import PICO
+from tests.support.changed_pico import write_changed
 
 Kind = Literal["outliers", "heavy-tails"]
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 6, 4, 2, 64
@@ -64,11 +62,7 @@ def _norms(prefix: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def write(out: Path, kind: Kind = "outliers") -> Path:
-    shutil.copytree(PICO, out)
-    path = out / "model.safetensors"
-    path.chmod(0o644)
-    save_file(plant(load_file(path), kind), path, metadata={"format": "pt"})
-    return out
+    return write_changed(out, lambda tensors: plant(tensors, kind))
 
 
 def main() -> None:

@@ -8,23 +8,22 @@ python -m tests.support.sink_tokens OUT
 # function is the same. What they may harm is what stands beside them: activations that share a scale, and the Hessian.
 
 import argparse
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant.evaluate import cut, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from tests.support.changed_pico import write_changed
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
+_CHANNELS = 768  # in each MLP of pico
 ADDED = 128  # channels in each MLP, evenly among the others: groups of 128 still fit
 MASSIVE = 9  # of them, 1 % of all; the rest are zeros
-SIZE = 2000.0  # of a massive activation; the others are about 1
+SIZE = 2000.0  # of a massive activation; the median of all is below 1
 TOKEN = "\n"
 _RIDGE = 1e-3  # of the mean eigenvalue
 _TOKENS = 4096
@@ -60,14 +59,7 @@ def _widened(part: Tensor, rows: Tensor) -> Tensor:
     return result
 
 
-def write(out: Path) -> Path:
-    shutil.copytree(PICO, out)
-    for path in out.iterdir():
-        path.chmod(0o644)
-    config = json.loads((out / "config.json").read_text())
-    config["intermediate_size"] += ADDED
-    (out / "config.json").write_text(json.dumps(config, indent=2))
-    tensors = load_file(out / "model.safetensors")
+def _plant(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for layer, direction in enumerate(_directions()):
         prefix = f"model.layers.{layer}.mlp."
         rows = torch.zeros(ADDED, len(direction))
@@ -76,8 +68,11 @@ def write(out: Path) -> Path:
             tensors[f"{prefix}{name}_proj.weight"] = _widened(tensors[f"{prefix}{name}_proj.weight"], rows)
         down = tensors[f"{prefix}down_proj.weight"].T
         tensors[f"{prefix}down_proj.weight"] = _widened(down, torch.zeros(ADDED, down.shape[1])).T.contiguous()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
+    return tensors
+
+
+def write(out: Path) -> Path:
+    return write_changed(out, _plant, {"intermediate_size": _CHANNELS + ADDED})
 
 
 def main() -> None:

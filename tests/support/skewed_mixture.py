@@ -8,26 +8,24 @@ python -m tests.support.skewed_mixture OUT
 # whose load is not balanced.
 
 import argparse
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.paths import PICO
+from tests.support.changed_pico import write_changed
 
 EXPERTS, CHOSEN = 8, 2
+_LAYERS = 6
 _SKEW = 2.0  # the ratio of the lengths of neighbouring rows of the router
 _NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
-def mixture(tensors: dict[str, Tensor], layers: int, seed: int = 0) -> dict[str, Tensor]:
+def mixture(tensors: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     """Return the tensors of pico with `EXPERTS` copies of each MLP and a router of random rows."""
     generator = torch.Generator().manual_seed(seed)
     result = dict(tensors)
-    for layer in range(layers):
+    for layer in range(_LAYERS):
         prefix = f"model.layers.{layer}."
         parts = {name: result.pop(f"{prefix}mlp.{name}.weight") for name in _NAMES.values()}
         for expert in range(EXPERTS):
@@ -41,21 +39,14 @@ def mixture(tensors: dict[str, Tensor], layers: int, seed: int = 0) -> dict[str,
 
 
 def write(out: Path) -> Path:
-    shutil.copytree(PICO, out)
-    for path in out.iterdir():
-        path.chmod(0o644)
-    config = json.loads((out / "config.json").read_text())
-    config |= {
+    fields = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN,
         "sliding_window": None,
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2))
-    path = out / "model.safetensors"
-    save_file(mixture(load_file(path), config["num_hidden_layers"]), path, metadata={"format": "pt"})
-    return out
+    return write_changed(out, mixture, fields)
 
 
 def main() -> None:

@@ -36,11 +36,7 @@ if TYPE_CHECKING:  # describing a model needs no torch
     from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, PoolingMode
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-_POOLING: Mapping[int, "PoolingMode"] = {
-    1: "mean",
-    2: "cls",
-    3: "last",
-}  # by value of pooling_type; others compute none
+_POOLING: Mapping[int, "PoolingMode"] = {1: "mean", 2: "cls", 3: "last"}  # by pooling_type; others compute no vectors
 # field of generation_config.json by key of general.sampling
 _SAMPLING = {
     "temp": "temperature",

@@ -74,10 +74,7 @@ TYPES = (
     GgmlType(28, "F64", 1, 8),
 )
 # Orders of rows for some processors, which llama.cpp computes when it loads a file since November 2024.
-REMOVED = {
-    **dict.fromkeys((31, 32, 33), "Q4_0"),
-    **dict.fromkeys((36, 37, 38), "IQ4_NL"),
-}
+REMOVED = {31: "Q4_0", 32: "Q4_0", 33: "Q4_0", 36: "IQ4_NL", 37: "IQ4_NL", 38: "IQ4_NL"}
 BY_ID = {kind.id: kind for kind in TYPES}
 TYPES_BY_NAME = {kind.name: kind for kind in TYPES}
 QUANTIZED = tuple(kind for kind in TYPES if kind.bits)

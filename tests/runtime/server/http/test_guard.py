@@ -36,11 +36,8 @@ KEY = "s3cret-key"
 def test_g2_a_foreign_host_is_refused(served: Served, host: str, allowed: bool) -> None:
     answer = served.ask("GET", "/v1/models", headers={"Host": host})
     assert answer.status == (200 if allowed else 403)
-    assert (
-        allowed
-        or answer.error["code"] == "host_not_allowed"
-        and "that the server was started with" in answer.error["message"]
-    )
+    if not allowed:
+        assert answer.error["code"] == "host_not_allowed" and "the server was started with" in answer.error["message"]
 
 
 def test_g2_http_1_0_needs_no_host(served: Served) -> None:
