@@ -7,7 +7,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
-from mycli.cli.quantized_pull import QuantizedPull, pull_quantized
+from mycli.cli.quantizing.while_pulling import QuantizedPull, pull_quantized
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, check_space, fetch_files, plan_download

@@ -1,7 +1,7 @@
-"""The plan and the result of `mycli quantize`, and the limits that a result must keep."""
+"""The plan and the result of `mycli quantize`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,8 +9,6 @@ from mycli.cli.command import Call
 from mycli.cli.reports.plot import LayerError
 from mycli.cli.text.format import activation_rows, call_rows, head_rows, quality_rows
 from mycli.cli.text.progress import duration
-from mycli.quant.calls.record import CallQuality
-from mycli.runtime.errors import GateError
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -95,43 +93,3 @@ def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -
         ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),
     ]
     call.out.card(outcome.folder.name, rows)
-
-
-@dataclass(frozen=True)
-class Gates:
-    """Limits that end the command with exit code 6 when the result exceeds them; None: no limit."""
-
-    max_kl: float | None
-    max_call_loss: float | None
-    max_fallback: float
-
-    def check(self, outcome: "Outcome") -> None:
-        kl, calls, written = outcome.report.kl, outcome.report.calls, f"the model was written to {outcome.folder}"
-        if self.max_kl is not None and kl is not None and kl > self.max_kl:
-            raise GateError(
-                f"the mean KL of {kl:.4g} is above --max-kl {self.max_kl:g}",
-                f"use more --bits or a smaller --group; {written}",
-            )
-        if self.max_call_loss is not None:
-            if calls is None or calls.loss is None:
-                raise GateError(f"--max-call-loss: {_why_no_loss(calls)}", f"omit --max-call-loss; {written}")
-            if calls.loss > self.max_call_loss:
-                raise GateError(
-                    f"valid calls fell by {calls.loss:.1%} of the prompts, more than --max-call-loss"
-                    f" {self.max_call_loss:g}",
-                    f"use more --bits or a smaller --group; {written}",
-                )
-        if outcome.fallbacks > self.max_fallback * len(outcome.layers):
-            raise GateError(
-                f"{outcome.fallbacks} of {len(outcome.layers)} layers were only rounded, more than --max-fallback"
-                f" {self.max_fallback:g}",
-                f"use more or other calibration text; {written}",
-            )
-
-
-def _why_no_loss(calls: CallQuality | None) -> str:
-    if calls is None:
-        return "the model's chat template has no format for calls"
-    if calls.before is None:
-        return calls.skipped or "its replies were not measured"
-    return f"the original itself replies with valid calls to 0 of {calls.prompts} prompts"

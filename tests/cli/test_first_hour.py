@@ -167,7 +167,7 @@ TINY = ("quantize", "pico-draft", "--group", "64", "--samples", "8", "--seq", "6
 def test_quantizing_in_a_pipe_says_what_it_does_and_what_is_left(
     mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mycli.cli.commands.quantize.STEP_SECONDS", 0)
+    monkeypatch.setattr("mycli.cli.quantizing.request.STEP_SECONDS", 0)
     out = tmp_path / "out"
     done = mycli(*TINY, "-o", str(out), "--device", "cpu")
     lines = done.stderr.splitlines()

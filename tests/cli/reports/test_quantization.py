@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from mycli.cli.flags.gates import Gates
 from mycli.cli.reports.plot import LayerError
-from mycli.cli.reports.quantization import Gates, _output_error, steps
+from mycli.cli.reports.quantization import _output_error, steps
 from mycli.quant.calls.record import CallCounts, CallQuality, TokenAgreement
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mycli.cli.flags.recipe import RecipeFlags
-from mycli.cli.reports.sweep import _plot, sweep_recipes
+from mycli.cli.quantizing.sweep import _plot, sweep_recipes
 from mycli.quant import pipeline, shared_work
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.model_folder import ModelFolder

@@ -1,10 +1,9 @@
 """`mycli quantize --sweep`: several copies of one model, compared in a table and a plot."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
+from mycli.cli.quantizing.request import QuantizationRequest, quantization_progress
+from mycli.cli.quantizing.to_folder import folder_planner, target_folder
 from mycli.cli.reports.plot import Chart, Point, write_charts
-from mycli.cli.text.progress import STEP_SECONDS, duration, stages
-from mycli.quant.planning.target import check_target
+from mycli.cli.text.progress import duration
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import RECORD, state_dir
@@ -33,17 +33,10 @@ _HINT = "for example: --sweep bits=4,3,2 method=rtn,gptq"
 
 
 @dataclass(frozen=True)
-class Copy:
-    recipe: Recipe
+class _Copy:
+    work: "QuantizationPlan"
     folder: Path
-
-
-@dataclass(frozen=True)
-class Options:
-    overwrite: bool
-    restart: bool
-    plot: Path | None
-    dry_run: bool
+    finished: bool  # by an earlier sweep
 
 
 def _kl(row: dict[str, Any]) -> str | None:
@@ -79,53 +72,65 @@ def sweep_recipes(flags: RecipeFlags, texts: Sequence[str]) -> list[Recipe]:
     return recipes
 
 
-def run_sweep(
-    call: Call,
-    copies: Sequence[Copy],
-    plan: "Callable[[Recipe], QuantizationPlan]",
-    placement: "Placement",
-    options: Options,
-) -> None:
+def run_sweep(call: Call, request: QuantizationRequest, recipes: Sequence[Recipe]) -> None:
     """Make the copies that do not exist, and print all. A copy that an earlier sweep finished is kept."""
-    from mycli.quant import pipeline
-    from mycli.quant.planning.grouping import solved_together
+    if request.gates.measured or recipes[0].target_bpw is not None or request.work_dir or request.report == "none":
+        excluded = "--max-kl, --max-call-loss, --target-bpw, --work-dir and --report none"
+        raise UsageError(f"--sweep excludes {excluded}", "omit them")
     from mycli.quant.planning.pace import expected_seconds
-    from mycli.quant.planning.plan import check_resources, require_disk
     from mycli.quant.shared_work import SharedWork
 
-    # Every check before the first copy: hours of work must not end in a refusal.
-    shared = SharedWork(remembers=True)
-    works, finished = [], []
-    for copy in copies:
-        work = plan(copy.recipe)
-        done = not options.overwrite and _is_finished(copy, work, shared)
-        finished.append(done)
-        if not done:
-            check_target(copy.folder, options.overwrite, work.source.folder)
-            check_resources(work, copy.folder, overwrite=options.overwrite)
-        works.append(work)
-    unfinished = [index for index, done in enumerate(finished) if not done]
-    require_disk(need for index in unfinished for need in works[index].disk_needs(copies[index].folder, None))
-    if options.dry_run:
-        rows = [
-            _planned(copy, work, expected_seconds(work, placement)) for copy, work in zip(copies, works, strict=True)
-        ]
+    placement, shared = request.place(), SharedWork(remembers=True)
+    plan = folder_planner(request, placement, request.calibration_file(call, fetch=not request.dry_run))
+    copies = []
+    for recipe in recipes:
+        work, folder = plan(recipe), _copy_folder(request, recipe)
+        copies.append(_Copy(work, folder, not request.overwrite and _is_finished(folder, work, shared)))
+    _check_places(copies, request.overwrite)
+    if request.dry_run:
+        rows = [_planned(copy, expected_seconds(copy.work, placement)) for copy in copies]
         call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
         return
-    for number, (copy, done) in enumerate(zip(copies, finished, strict=True), start=1):
-        state = "finished earlier" if done else "to be quantized"
+    for number, copy in enumerate(copies, start=1):
+        state = "finished earlier" if copy.finished else "to be quantized"
         call.out.note(f"{number} of {len(copies)}: {copy.folder.name}: {state}")
-    for group in solved_together([works[index] for index in unfinished]):
-        chosen = [copies[unfinished[place]] for place in group]
+    _make(call, request, [copy for copy in copies if not copy.finished], placement, shared)
+    rows = [_row(copy) for copy in copies]
+    call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
+    if request.plot is not None:
+        _plot(request.plot, request.source.label, rows)
+
+
+def _copy_folder(request: QuantizationRequest, recipe: Recipe) -> Path:
+    return target_folder(request, recipe) if request.output is None else request.output / recipe.name
+
+
+def _check_places(copies: Sequence[_Copy], overwrite: bool) -> None:
+    # Every check before the first copy: hours of work must not end in a refusal.
+    from mycli.quant.planning.plan import check_resources, require_disk
+
+    unfinished = [copy for copy in copies if not copy.finished]
+    for copy in unfinished:
+        check_resources(copy.work, copy.folder, overwrite=overwrite)
+    require_disk(need for copy in unfinished for need in copy.work.disk_needs(copy.folder, None))
+
+
+def _make(
+    call: Call, request: QuantizationRequest, copies: Sequence[_Copy], placement: "Placement", shared: "SharedWork"
+) -> None:
+    from mycli.quant.pipeline import quantize_copies
+    from mycli.quant.planning.grouping import solved_together
+
+    for group in solved_together([copy.work for copy in copies]):
+        chosen = [copies[index] for index in group]
         call.out.note(f"quantizing {', '.join(copy.folder.name for copy in chosen)}")
-        plans = [(works[unfinished[place]], copies[unfinished[place]].folder) for place in group]
-        with stages(partial(call.out.progress, line_seconds=STEP_SECONDS)) as progress:
-            outcomes = pipeline.quantize_copies(
-                plans,
+        with quantization_progress(call) as progress:
+            outcomes = quantize_copies(
+                [(copy.work, copy.folder) for copy in chosen],
                 placement,
                 shared,
-                overwrite=options.overwrite,
-                restart=options.restart,
+                overwrite=request.overwrite,
+                restart=request.restart,
                 progress=progress,
                 note=call.out.note,
             )
@@ -133,10 +138,6 @@ def run_sweep(
                 for note in outcome.notes:
                     call.out.note(f"{outcome.folder.name}: {note}")
                 _remember_seconds(outcome.folder, outcome.seconds)
-    rows = [_row(copy) for copy in copies]
-    call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
-    if options.plot is not None:
-        _plot(options.plot, works[0].source.label, rows)
 
 
 def _record(folder: Path) -> Fields | None:
@@ -146,13 +147,13 @@ def _record(folder: Path) -> Fields | None:
         return None
 
 
-def _is_finished(copy: Copy, work: "QuantizationPlan", shared: "SharedWork") -> bool:
+def _is_finished(folder: Path, work: "QuantizationPlan", shared: "SharedWork") -> bool:
     # The folder appears by one rename when all is done, so its record is complete.
-    record = _record(copy.folder)
+    record = _record(folder)
     if record is None:
         return False
-    group = "channel" if copy.recipe.group is None else copy.recipe.group
-    recipe = json.loads(json.dumps({**asdict(copy.recipe), "group": group}))
+    group = "channel" if work.recipe.group is None else work.recipe.group
+    recipe = json.loads(json.dumps({**asdict(work.recipe), "group": group}))
     sizes = {path.name: path.stat().st_size for path in work.folder.source_files()}
     files = record.object("source").object("files")
     known = {name: files.object(name).integer("bytes", low=0, high=1 << 50) for name in files.values}
@@ -160,17 +161,15 @@ def _is_finished(copy: Copy, work: "QuantizationPlan", shared: "SharedWork") -> 
         return False
     # The recipe says nothing of the user's text.
     text = record.object("calibration").values.get("sha256")
-    return not copy.recipe.needs_data or text == shared.calibration(work).sha256
+    return not work.recipe.needs_data or text == shared.calibration(work).sha256
 
 
-def _row(copy: Copy) -> dict[str, Any]:
+def _row(copy: _Copy) -> dict[str, Any]:
     record = _record(copy.folder)
     assert record is not None
     size, card = record.object("size"), record.object("card").object("divergence")
     return {
-        "name": copy.folder.name,
-        "folder": str(copy.folder),
-        "method": copy.recipe.method,
+        **_names(copy),
         "bits_per_weight": size.number("quantized_bits_per_weight"),
         "bytes": size.integer("bytes", high=1 << 50),
         "kl": card.object("kl").number("value") if card.has("kl") else None,
@@ -179,10 +178,13 @@ def _row(copy: Copy) -> dict[str, Any]:
     }
 
 
-def _planned(copy: Copy, work: "QuantizationPlan", seconds: float) -> dict[str, Any]:
-    size = {"bits_per_weight": work.size.quantized_bits_per_weight, "bytes": work.size.bytes}
-    names = {"name": copy.folder.name, "folder": str(copy.folder), "method": copy.recipe.method}
-    return {**names, **size, "kl": None, "same_top1": None, "seconds": seconds}
+def _planned(copy: _Copy, seconds: float) -> dict[str, Any]:
+    size = {"bits_per_weight": copy.work.size.quantized_bits_per_weight, "bytes": copy.work.size.bytes}
+    return {**_names(copy), **size, "kl": None, "same_top1": None, "seconds": seconds}
+
+
+def _names(copy: _Copy) -> dict[str, str]:
+    return {"name": copy.folder.name, "folder": str(copy.folder), "method": copy.work.recipe.method}
 
 
 # mycli.json names no time, so that the same recipe gives the same bytes.

@@ -1,15 +1,14 @@
 """`mycli pull MODEL --bits 4`: quantizes a model while it is downloaded."""
 
 import shlex
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
-from mycli.cli.commands import quantize as quantizing
 from mycli.cli.flags.recipe import RecipeFlags
-from mycli.cli.load import announce_build, announce_placement
+from mycli.cli.quantizing.request import calibration_file, carry_out
 from mycli.cli.reports.plot import layer_error
 from mycli.cli.reports.quantization import show_outcome
 from mycli.quant.planning.target import check_target
@@ -65,7 +64,7 @@ def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: Qua
 
     folder, recipe = remote.folder, flags.resolve()
     placement = EngineConfig(device=settings.device, dtype="float32").place(folder.config)
-    text = quantizing.calibration_file(call, flags.calib, True) if flags.calib else None
+    text = calibration_file(call, flags.calib, True) if flags.calib else None
     work = plan_quantization(
         remote.source,
         recipe,
@@ -76,26 +75,23 @@ def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: Qua
         max_ram=settings.max_ram,
     )
     remote.spool.limit = int(work.size.bytes * _SPOOL_SHARE)
-    announce_placement(call, placement)
-    announce_build(call, placement)
-    source = human_bytes(folder.manifest.nbytes)
-    call.out.note(f"{remote.source.label} ({source}) → {target.name}: {human_bytes(work.size.bytes)} on disk")
-    try:
-        with quantizing.quantization_progress(call) as progress:
-            outcome = pipeline.quantize(
-                work,
-                target,
-                placement,
-                overwrite=settings.overwrite,
-                restart=settings.restart,
-                progress=progress,
-                note=call.out.note,
-                shared=SharedWork(digests=remote.digests()),
-                in_place=True,
-            )
-    except KeyboardInterrupt:
-        call.out.note(f"stopped; to continue: {shlex.join(['mycli', *sys.argv[1:]])}")
-        raise
-    for note in outcome.notes:
-        call.out.note(note)
+    quantize = partial(
+        pipeline.quantize,
+        work,
+        target,
+        placement,
+        overwrite=settings.overwrite,
+        restart=settings.restart,
+        note=call.out.note,
+        shared=SharedWork(digests=remote.digests()),
+        in_place=True,
+    )
+    size = f"({human_bytes(folder.manifest.nbytes)}) → {target.name}: {human_bytes(work.size.bytes)} on disk"
+    outcome = carry_out(
+        call,
+        placement,
+        f"{remote.source.label} {size}",
+        lambda progress: quantize(progress=progress),
+        lambda: "to continue",
+    )
     show_outcome(call, outcome, [layer_error(layer) for layer in outcome.layers])

@@ -1,0 +1,122 @@
+"""The arguments of a quantization besides its recipe, and the steps that every kind of result shares."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mycli.cli.command import Call
+from mycli.cli.flags.gates import Gates
+from mycli.cli.load import announce_build, announce_placement
+from mycli.cli.reports.plot import layer_error, write_errors
+from mycli.cli.reports.quantization import show_outcome
+from mycli.cli.text.progress import STEP_SECONDS, stages
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
+from mycli.runtime.hub.resolve import Source
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.pipeline import Outcome
+    from mycli.quant.planning.plan import Report
+    from mycli.quant.progress import ReportProgress
+    from mycli.runtime.device.placement import Placement
+
+
+@dataclass(frozen=True)
+class QuantizationRequest:
+    """The model, the output, the limits and the measurements of a quantization."""
+
+    source: Source
+    folder: ModelFolder
+    calib: str | None
+    report: "Report"
+    gates: Gates
+    device: str
+    max_ram: int | None
+    max_vram: int | None
+    output: Path | None
+    work_dir: Path | None
+    plot: Path | None
+    overwrite: bool
+    restart: bool
+    dry_run: bool
+
+    def place(self) -> "Placement":
+        # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
+        return EngineConfig(device=self.device, dtype="float32").place(self.folder.config)
+
+    def calibration_file(self, call: Call, fetch: bool) -> Path | None:
+        return calibration_file(call, self.calib, fetch) if self.calib else None
+
+
+def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
+    # None for a data set that is not downloaded: a dry run gives the same result with every text.
+    if not calib.startswith("hf:"):
+        return Path(calib)
+    name = DatasetName.parse(calib.removeprefix("hf:"))
+    if call.offline:
+        return cached_dataset(name)
+    if not fetch:
+        return None
+    with Hub.connect(call.out.note) as hub:
+        job = plan_dataset(hub, name)
+        with call.out.progress(f"{name.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
+            path = fetch_dataset(hub, job, bar.advance)
+    call.out.note(f"calibration data: {name.repo} @ {job.commit[:12]}, {job.files[0].name}")
+    return path
+
+
+def quantization_progress(call: Call) -> "AbstractContextManager[ReportProgress]":
+    return stages(partial(call.out.progress, line_seconds=STEP_SECONDS))
+
+
+def carry_out(
+    call: Call,
+    placement: "Placement",
+    summary: str,
+    work: "Callable[[ReportProgress], Outcome]",
+    when_stopped: Callable[[], str],
+) -> "Outcome":
+    """Print what is done and where, do it, and say what an interruption leaves."""
+    announce_placement(call, placement)
+    announce_build(call, placement)
+    call.out.note(summary)
+    try:
+        with quantization_progress(call) as progress:
+            outcome = work(progress)
+    except KeyboardInterrupt:
+        call.out.note(f"stopped; {when_stopped()}: {shlex.join(['mycli', *sys.argv[1:]])}")
+        raise
+    for note in outcome.notes:
+        call.out.note(note)
+    return outcome
+
+
+def finished_blocks(work_folder: Path) -> str:
+    return f"finished blocks are stored in {work_folder}; to continue"
+
+
+def finish(call: Call, request: QuantizationRequest, outcome: "Outcome") -> None:
+    """Draw and print a result, then raise GateError if it exceeds a limit."""
+    errors = [layer_error(layer) for layer in outcome.layers]
+    if request.plot is not None:
+        write_errors(request.plot, outcome.folder.name, errors)
+    show_outcome(call, outcome, errors)
+    request.gates.check(outcome)
+
+
+def tell_how_to_use(call: Call, folder: ModelFolder, name: str) -> None:
+    if call.out.json_mode:
+        return
+    use = f"to continue a text with it: mycli run {name} PROMPT"
+    with suppress(ModelError):  # without a readable template there is no chat
+        if folder.chat_template() is not None:
+            use = f"to chat with it: mycli chat {name}"
+    call.out.note(use)

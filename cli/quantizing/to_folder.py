@@ -1,0 +1,126 @@
+"""`mycli quantize` into a folder of safetensors."""
+
+import shlex
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mycli.cli.command import Call
+from mycli.cli.quantizing.request import (
+    QuantizationRequest,
+    carry_out,
+    finish,
+    finished_blocks,
+    quantization_progress,
+    tell_how_to_use,
+)
+from mycli.cli.reports.quantization import show_plan, steps
+from mycli.cli.text.progress import duration
+from mycli.quant.planning.target import check_target, require_writable_parent
+from mycli.quant.recipe import Recipe
+from mycli.runtime.hub.store import data_dir
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import head_bytes
+from mycli.runtime.utils.units import human_bytes
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.planning.plan import QuantizationPlan
+    from mycli.runtime.device.placement import Placement
+
+
+def target_folder(request: QuantizationRequest, recipe: Recipe) -> Path:
+    """Return the folder that a recipe's copy gets without -o."""
+    adapter = request.folder.adapter
+    names = [request.source.label, *([] if adapter is None else [adapter.name])]
+    return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), recipe.name])
+
+
+def folder_planner(
+    request: QuantizationRequest, placement: "Placement", text: Path | None
+) -> "Callable[[Recipe], QuantizationPlan]":
+    from mycli.quant.planning.plan import plan_quantization
+
+    return partial(
+        plan_quantization,
+        request.source,
+        text=text,
+        folder=request.folder,
+        report=request.report,
+        gpu=placement.device.type == "cuda",
+        max_ram=request.max_ram,
+        max_vram=request.max_vram,
+    )
+
+
+def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe) -> None:
+    """Plan, carry out and print; a dry run only shows the plan."""
+    target = request.output or target_folder(request, recipe)
+    check_target(target, request.overwrite, request.source.folder)
+    if request.work_dir is not None:
+        require_writable_parent(request.work_dir)
+    from mycli.quant import pipeline
+    from mycli.quant.planning.pace import expected_seconds
+    from mycli.quant.planning.plan import check_resources
+
+    placement = request.place()
+    text = request.calibration_file(call, fetch=not request.dry_run or recipe.target_bpw is not None)
+    plan = folder_planner(request, placement, text)
+    work, choosing = plan(recipe), 0.0
+    _note_unquantized_head(call, work)
+    work_folder = request.work_dir or pipeline.default_work_folder(target)
+    check_resources(work, target, overwrite=request.overwrite, work_folder=work_folder)
+    if recipe.target_bpw is not None:
+        began = time.monotonic()
+        work = plan(_with_widths(call, work, placement, target))
+        choosing = time.monotonic() - began
+    if request.dry_run:
+        show_plan(call, work, target, choosing + expected_seconds(work, placement))
+        return
+
+    def when_stopped() -> str:
+        if work.recipe.needs_data and work_folder.is_dir():
+            return finished_blocks(work_folder)
+        return "nothing was written; to start again"
+
+    summary = f"{request.source.label} → {target.name}: {'; '.join(steps(work))}"
+    quantize = partial(
+        pipeline.quantize,
+        work,
+        target,
+        placement,
+        overwrite=request.overwrite,
+        work_folder=work_folder,
+        restart=request.restart,
+        note=call.out.note,
+    )
+    outcome = carry_out(call, placement, summary, lambda progress: quantize(progress=progress), when_stopped)
+    finish(call, request, outcome)
+    if request.output is None:
+        tell_how_to_use(call, request.folder, shlex.quote(target.name))
+
+
+def _note_unquantized_head(call: Call, work: "QuantizationPlan") -> None:
+    config = work.config
+    if config.head().name not in work.packings and not config.tie_embeddings:
+        head = human_bytes(head_bytes(MemoryPlan(config)))
+        call.out.note(
+            f"the output head stays unquantized: {head} of {human_bytes(work.size.bytes)}; --head int8 halves it"
+        )
+
+
+def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", target: Path) -> Recipe:
+    from mycli.quant import pipeline
+    from mycli.quant.planning.mixed_precision import low_width
+    from mycli.quant.planning.pace import choosing_seconds
+
+    mean = work.recipe.target_bpw
+    assert mean is not None
+    call.out.note(
+        f"choosing the bits of each layer for a mean of {mean:g}: makes a temporary copy of"
+        f" {low_width(mean, work.recipe.group)} bits and measures what each layer loses,"
+        f" about {duration(choosing_seconds(work, placement))}"
+    )
+    with quantization_progress(call) as progress:
+        return pipeline.choose_widths(work, placement, target, progress)

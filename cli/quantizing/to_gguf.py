@@ -1,0 +1,113 @@
+"""`mycli quantize` into one GGUF file."""
+
+import shlex
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mycli.cli.command import Call
+from mycli.cli.quantizing.request import (
+    QuantizationRequest,
+    carry_out,
+    finish,
+    finished_blocks,
+    quantization_progress,
+    tell_how_to_use,
+)
+from mycli.quant.ggml.recipe import GgufRecipe
+from mycli.quant.planning.target import require_writable_parent
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.utils.units import human_bytes
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.ggml.plan import GgufPlan
+
+
+def gguf_target(source: Source, recipe: GgufRecipe, output: Path | None) -> Path:
+    """Return the file to write: without -o in the current folder, as llama-quantize does."""
+    from mycli.quant.ggml.file import gguf_path
+
+    return gguf_path(output or Path(f"{source.label.rsplit('/', 1)[-1]}-{recipe.name}"))
+
+
+def quantize_to_gguf(call: Call, request: QuantizationRequest, recipe: GgufRecipe) -> None:
+    """Plan, carry out and print; a dry run only shows the plan."""
+    target = gguf_target(request.source, recipe, request.output)
+    if request.work_dir is not None:
+        require_writable_parent(request.work_dir)
+    from mycli.quant import pipeline
+    from mycli.quant.ggml import sensitivity
+    from mycli.quant.ggml.pipeline import quantize_gguf
+    from mycli.quant.ggml.plan import check_gguf_resources, plan_gguf
+
+    placement = request.place()
+    plan = partial(
+        plan_gguf,
+        request.source,
+        text=request.calibration_file(call, fetch=not request.dry_run or recipe.target_size is not None),
+        folder=request.folder,
+        report=request.report,
+        gpu=placement.device.type == "cuda",
+        max_ram=request.max_ram,
+        max_vram=request.max_vram,
+    )
+    work = plan(recipe)
+    work_folder = request.work_dir or pipeline.default_work_folder(target)
+    check_gguf_resources(work, target, work_folder, overwrite=request.overwrite)
+    if recipe.target_size is not None:
+        call.out.note("choosing the type of each layer: makes a temporary copy and measures what each layer loses")
+        with quantization_progress(call) as progress:
+            work = plan(sensitivity.choose_kinds(work, target, placement, progress))
+    if request.dry_run:
+        _show_plan(call, work, target)
+        return
+    quantize = partial(
+        quantize_gguf,
+        work,
+        target,
+        placement,
+        overwrite=request.overwrite,
+        work_folder=work_folder,
+        restart=request.restart,
+        note=call.out.note,
+    )
+    summary = f"{request.source.label} → {target.name}: {_steps(work)}"
+    outcome = carry_out(
+        call, placement, summary, lambda progress: quantize(progress=progress), lambda: finished_blocks(work_folder)
+    )
+    finish(call, request, outcome)
+    name = f"./{target}" if target.parent == Path() else str(target)
+    tell_how_to_use(call, request.folder, shlex.quote(name))
+
+
+def _types(work: "GgufPlan") -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in work.kinds.most_common())
+
+
+def _steps(work: "GgufPlan") -> str:
+    windows = f"{work.recipe.samples} windows of {work.seq} tokens"
+    return f"{_types(work)}, solved in {work.config.layers} blocks on {windows}"
+
+
+def _show_plan(call: Call, work: "GgufPlan", target: Path) -> None:
+    answer = {
+        "file": str(target),
+        "name": work.recipe.name,
+        "size": asdict(work.size),
+        "types": dict(work.kinds),
+        "memory_bytes": work.need.host,
+        "device_memory_bytes": work.need.device,
+        "tokens_at_once": work.need.at_once,
+    }
+    if call.out.answered(answer):
+        return
+    size = work.size
+    rows = [
+        ("file", str(target)),
+        ("size", f"{human_bytes(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
+        ("types", _types(work)),
+        ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
+        ("work", _steps(work)),
+    ]
+    call.out.card(f"{target.name} (dry run, nothing is written)", rows)
