@@ -124,8 +124,8 @@ class RecipeFlags:
         if group != "channel" and not group.isdecimal():
             raise UsageError(f"--group {group} is not supported", f"--group takes: {', '.join(_GROUPS)}")
         if self.bits is not None and not self.bits.isdecimal():
-            choices = ", ".join(map(str, BITS))
-            raise UsageError(f"{self.bits} bits are not supported", code="choose-bits", data={"choices": choices})
+            choices = ", ".join([*map(str, BITS), *MIXES])
+            raise UsageError(f"--bits {self.bits} is not supported", code="choose-bits", data={"choices": choices})
         if self.bits is not None and self.target_bpw is not None:
             raise UsageError("--bits and --target-bpw exclude each other", "use one of the two")
         return Recipe(

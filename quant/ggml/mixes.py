@@ -108,6 +108,11 @@ def _low(base: str, id_: int, better: str, embedding: str, output: bool) -> Mix:
 
 
 MIXES: Mapping[str, Mix] = {
+    "q4_0": Mix(2, "Q4_0", {"ffn_down": (("Q4_1", _first(8)),)}),
+    "q4_1": Mix(3, "Q4_1"),
+    "q5_0": Mix(8, "Q5_0", {"ffn_down": (("Q5_1", _first(8)),)}),
+    "q5_1": Mix(9, "Q5_1"),
+    "q8_0": Mix(7, "Q8_0", head="Q8_0"),
     "q2_k": Mix(
         10,
         "Q2_K",
@@ -201,13 +206,13 @@ def choose_types(name: str, tensors: Iterable[tuple[str, int]], model: ModelShap
             model,
         )
         counts[role] = counts.get(role, 0) + 1
-        types[tensor] = _narrow(_type(name, mix, tensor, role, place), columns)
+        types[tensor] = _narrow(_type(name, mix, tensor, columns, role, place), columns)
     return types
 
 
-def _type(name: str, mix: Mix, tensor: str, role: str, place: MixPlace) -> str:
+def _type(name: str, mix: Mix, tensor: str, columns: int, role: str, place: MixPlace) -> str:
     if tensor == GGUF_HEAD or (tensor == GGUF_EMBEDDING and place.model.tied):
-        return mix.head
+        return "Q8_0" if columns % TYPES_BY_NAME[mix.base].block else mix.head
     if tensor == GGUF_EMBEDDING:
         return mix.embedding or mix.base
     rules = mix.rules.get("v" if role in _VALUES else role, ())

@@ -7,7 +7,7 @@ from typing import Any, cast
 import gguf
 import pytest
 
-from mycli.quant.ggml.mixes import GGUF_EMBEDDING, MIXES, ModelShape, choose_types
+from mycli.quant.ggml.mixes import GGUF_EMBEDDING, GGUF_HEAD, MIXES, ModelShape, choose_types
 from mycli.quant.ggml.plan import quantized_names
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
@@ -20,6 +20,8 @@ ROWS = {**PARTS, "ffn_down": 768}
 RECORDED = {
     "q4_k_m": ("Q6_K", "Q4_K", {f"blk.{layer}.{part}": "Q6_K" for layer in (2, 5) for part in ("attn_v", "ffn_down")}),
     "q6_k": ("Q6_K", "Q6_K", {}),
+    "q4_0": ("Q6_K", "Q4_0", {}),
+    "q8_0": ("Q8_0", "Q8_0", {}),
     "iq4_xs": ("Q6_K", "IQ4_XS", {}),
     "iq3_s": ("Q6_K", "IQ3_S", {}),
     "q3_k_s": ("Q6_K", "Q3_K", {}),
@@ -82,6 +84,17 @@ def test_rows_that_fill_no_super_block_get_narrow_types() -> None:
     assert types == {"blk.0.ffn_up.weight": "Q5_0", "blk.0.ffn_gate.weight": "F16"}
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "kind"),
+    [
+        *(("iq2_xs", 256, "Q5_K"), ("iq2_xs", 96, "Q8_0"), ("q4_k_m", 96, "Q8_0"), ("q4_0", 256, "Q6_K")),
+        *(("q4_0", 96, "Q8_0"), ("q8_0", 256, "Q8_0"), ("q8_0", 40, "F16")),
+    ],
+)
+def test_the_head_by_file_type_and_length_of_a_row(name: str, columns: int, kind: str) -> None:
+    assert choose_types(name, [(GGUF_HEAD, columns)], LARGE) == {GGUF_HEAD: kind}
+
+
 def test_an_unknown_file_type_lists_the_choices() -> None:
     with pytest.raises(UsageError) as error:
         choose_types("q7_k", [], PICO)
@@ -131,6 +144,10 @@ def _layers(name: str, part: str, shape: ModelShape) -> dict[str, list[int]]:
         ("iq2_m", "attn_output", {"IQ3_S": [*range(32)]}),
         ("iq2_xs", "attn_output", {}),
         ("iq3_xs", "ffn_up", {"IQ3_XXS": [*range(4, 28)]}),
+        ("q4_0", "ffn_down", {"Q4_1": [0, 1, 2, 3]}),
+        ("q4_0", "attn_v", {}),
+        ("q5_0", "ffn_down", {"Q5_1": [0, 1, 2, 3]}),
+        ("q4_1", "ffn_down", {}),
     ],
 )
 def test_layers_with_more_bits_of_32(name: str, part: str, expected: dict[str, list[int]]) -> None:

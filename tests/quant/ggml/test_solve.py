@@ -42,7 +42,7 @@ def test_solved_blocks_are_read_alike_and_lose_less(name: str) -> None:
     losses = [_lost(weight, blocks, name, hessian) for blocks in (solved, searched, rounded)]
     assert losses[0] < 0.85 * losses[1] and losses[1] < losses[2]
     # Rounding without data is at least as good as ggml's own, which has no importance matrix here either.
-    if name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0"):
+    if name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
         theirs = gguf.dequantize(
             gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[name]), gguf.GGMLQuantizationType[name]
         )
