@@ -1,7 +1,7 @@
 """`mycli doctor`: the hardware, a check of every kernel against its reference, and the memory bandwidth."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
     from mycli.runtime.diagnostics.selftest import KernelFinding
     from mycli.runtime.engine.loading.loader import LoadedModel
     from mycli.runtime.engine.pass_choices import PassChoice
+    from mycli.runtime.quantization.activations import ActivationChoice
 
 EXAMPLES = (
     "mycli doctor",
@@ -140,35 +141,60 @@ _KERNEL_COLUMNS = (
 )
 
 
-def _as_json(
-    facts: list[tuple[str, str]],
-    placement: "Placement",
-    bandwidth: float,
-    findings: "list[KernelFinding]",
-    reply: str,
-    choices: "Sequence[PassChoice]",
-) -> dict[str, Any]:
-    kernels = [
-        {
-            "packing": finding.packing,
-            "kernel": finding.kernel,
-            "used": finding.used,
-            "error": finding.error,
-            "declined": "" if finding.declined is None else reason(finding.declined),
-            "ok": finding.ok,
+@dataclass(frozen=True)
+class _Kernels:
+    """Results of the kernels and a reply whose text is known."""
+
+    findings: "Sequence[KernelFinding]"
+    reply: str
+
+    def as_json(self) -> dict[str, Any]:
+        kernels = [
+            {
+                "packing": finding.packing,
+                "kernel": finding.kernel,
+                "used": finding.used,
+                "error": finding.error,
+                "declined": "" if finding.declined is None else reason(finding.declined),
+                "ok": finding.ok,
+            }
+            for finding in self.findings
+        ]
+        return {"kernels": kernels, "reply": self.reply}
+
+    def problems(self) -> list[str]:
+        from mycli.runtime.diagnostics.selftest import ANSWER
+
+        wrong = [f"{finding.kernel} is wrong on {finding.packing}" for finding in self.findings if not finding.ok]
+        return wrong + ([] if self.reply == ANSWER else [f"pico answers {self.reply[:80]!r} instead of {ANSWER!r}"])
+
+
+@dataclass(frozen=True)
+class _ModelRun:
+    """The passes that run a model, and its comparison with saved replies."""
+
+    choices: "Sequence[PassChoice]"
+    portable: dict[str, Any]
+    activations: "ActivationChoice | None"
+    warm_passes: int | None
+    golden: dict[str, Any] | None
+    worse: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "passes": passes_json(self.choices),
+            "portable_bits": self.portable,
+            "activation_bits": None if self.activations is None else self.activations.bits,
+            **({} if self.golden is None else {"golden": self.golden}),
+            **({} if self.warm_passes is None else {"warm_passes": self.warm_passes}),
         }
-        for finding in findings
-    ]
-    return {
-        "facts": dict(facts),
-        "device": str(placement.device),
-        "dtype": str(placement.dtype).removeprefix("torch."),
-        "path": dict(_path(placement)),
-        "bandwidth_gb_per_second": bandwidth,
-        "kernels": kernels,
-        "reply": reply,
-        "passes": passes_json(choices),
-    }
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
+            *([] if self.activations is None else [("activations", activation_text(self.activations))]),
+            ("portable bits", _portable_text(self.portable)),
+            *([] if self.warm_passes is None else [("warm-up", _warm_text(self.warm_passes))]),
+        ]
 
 
 @command
@@ -207,9 +233,8 @@ def doctor(
     facts, contention = _facts(), CpuContention()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
-    from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
+    from mycli.runtime.diagnostics.selftest import QUESTION
     from mycli.runtime.diagnostics.throughput import current_bandwidth, record_device
-    from mycli.runtime.engine.pass_choices import pass_choices
 
     pico = open_model_folder(resolve("pico", offline=True).folder)
     placement = EngineConfig(device=device).place(pico.config)
@@ -217,10 +242,52 @@ def doctor(
         call.out.note(note)
     announce_build(call, placement)
     before = current_bandwidth(placement.device)
+    checked = _check_kernels(placement, device)
+    ran = _check_model(call, model, device, save=save, compare=compare, warm=warm)
+    # Measured twice, and the better result counts: another program may disturb one measurement.
+    bandwidth = max(before, current_bandwidth(placement.device))
+    name, best = record_device(placement.device, state_dir(), bandwidth)
+    answer = {
+        "facts": dict(facts),
+        "device": str(placement.device),
+        "dtype": str(placement.dtype).removeprefix("torch."),
+        "path": dict(_path(placement)),
+        "bandwidth_gb_per_second": bandwidth,
+        "best_bandwidth_gb_per_second": best,
+        **checked.as_json(),
+        **ran.as_json(),
+    }
+    if not call.out.answered(answer):
+        rows = [
+            ("runs on", f"{placement.device}, {placement.dtype}"),
+            *_path(placement),
+            *ran.rows(),
+            ("bandwidth", _bandwidth_text(bandwidth, best, datasheet(name))),
+        ]
+        call.out.card("the device", [*rows, (QUESTION, checked.reply)])
+        _show_kernels(call, answer["kernels"])
+        call.out.table([vars(row) for row in pass_rows(ran.choices, call.out.verbose)], _PASS_COLUMNS)
+    if disturbance := contention.note():
+        call.out.note(f"({disturbance}; the measured bandwidth may be too low)")
+    if problems := checked.problems():
+        raise GateError("; ".join(problems), "do not use replies of this installation, and report this")
+    if ran.worse:
+        hint = f"repeat it on an idle machine; to accept it: mycli doctor {model} --save"
+        raise GateError("; ".join(ran.worse), hint)
+
+
+def _check_kernels(placement: "Placement", device: str) -> _Kernels:
+    from mycli.runtime.diagnostics.selftest import check_kernels, golden_reply
+
     findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
-        reply = golden_reply(opened)
-    golden, worse, warmed = None, list[str](), 0
+        return _Kernels(findings, golden_reply(opened))
+
+
+def _check_model(call: Call, model: str, device: str, *, save: bool, compare: bool, warm: bool) -> _ModelRun:
+    from mycli.runtime.engine.pass_choices import pass_choices
+
+    golden, worse, warmed = None, list[str](), None
     # As a server: passes of several sequences have kernels of their own.
     config = EngineConfig(device=device)
     if warm:
@@ -228,42 +295,10 @@ def doctor(
     with open_model(model, config, offline=call.offline) as opened:
         if warm:
             warmed = warm_up_engine(call, opened)
-        choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
-        portable = _portable(opened.model)
+        runner = opened.model.runner
+        choices, portable = pass_choices(runner), _portable(opened.model)
         if save:
             golden = upgrade_guard.save_record(call, opened)
         elif compare or due_record(opened) is not None:
             golden, worse = upgrade_guard.compare_saved(call, opened)
-    # Measured twice, and the better result counts: another program may disturb one measurement.
-    bandwidth = max(before, current_bandwidth(placement.device))
-    name, best = record_device(placement.device, state_dir(), bandwidth)
-    answer = _as_json(facts, placement, bandwidth, findings, reply, choices)
-    if golden is not None:
-        answer["golden"] = golden
-    answer["best_bandwidth_gb_per_second"] = best
-    if warm:
-        answer["warm_passes"] = warmed
-    answer["portable_bits"] = portable
-    answer["activation_bits"] = None if rounding is None else rounding.bits
-    if not call.out.answered(answer):
-        rows = [
-            ("runs on", f"{placement.device}, {placement.dtype}"),
-            *_path(placement),
-            *([] if rounding is None else [("activations", activation_text(rounding))]),
-            ("portable bits", _portable_text(portable)),
-            *([("warm-up", _warm_text(warmed))] if warm else []),
-            ("bandwidth", _bandwidth_text(bandwidth, best, datasheet(name))),
-        ]
-        call.out.card("the device", [*rows, (QUESTION, reply)])
-        _show_kernels(call, answer["kernels"])
-        call.out.table([vars(row) for row in pass_rows(choices, call.out.verbose)], _PASS_COLUMNS)
-    if disturbance := contention.note():
-        call.out.note(f"({disturbance}; the measured bandwidth may be too low)")
-    problems = [f"{finding.kernel} is wrong on {finding.packing}" for finding in findings if not finding.ok]
-    if reply != ANSWER:
-        problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
-    if problems:
-        raise GateError("; ".join(problems), "do not use replies of this installation, and report this")
-    if worse:
-        hint = f"repeat it on an idle machine; to accept it: mycli doctor {model} --save"
-        raise GateError("; ".join(worse), hint)
+    return _ModelRun(choices, portable, runner.activations, warmed, golden, worse)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mycli.cli.command import Call, command
-from mycli.cli.commands.run import GrammarFlags
 from mycli.cli.flags import options
+from mycli.cli.flags.reply import GrammarFlags
 from mycli.cli.load import about, load_engine
 from mycli.cli.replies.receipts import format_of, loading_of
 from mycli.runtime.checkpoint.open_folder import open_model_folder

@@ -1,8 +1,8 @@
 """`mycli run`: answer one prompt, or the lines of a file, on standard output."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,22 +16,19 @@ from mycli.cli.flags.records import (
     SamplingFlags,
     TemplateFlags,
 )
+from mycli.cli.flags.reply import BeamFlags, GrammarFlags, PromptFlags
 from mycli.cli.load import load_engine
 from mycli.cli.replies.generation import TOGETHER, Generator
 from mycli.cli.replies.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
 from mycli.cli.text.format import draft_statistics
-from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
-    from mycli.runtime.engine.loading.loader import LoadedModel
     from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.engine.replies.journal import RecordedReply
-    from mycli.runtime.engine.sequence import BeamOptions
-    from mycli.runtime.sampling.grammars.grammar import Grammar
 
 EXAMPLES = (
     'mycli run pico "What is the capital of Japan?"',
@@ -46,137 +43,6 @@ EXAMPLES = (
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
 MAX_SAMPLES = 256
-
-
-@dataclass(frozen=True)
-class PromptFlags:
-    """The prompt and its source, as typed."""
-
-    prompt: Annotated[str | None, options.argument("PROMPT", "The prompt; - reads it from standard input.")] = None
-    file: Annotated[
-        Path | None, options.option("-f --file", "FILE", "Read the prompt, or its first part, from a file.")
-    ] = None
-    encoding_errors: Annotated[
-        str, options.option("--encoding-errors", "strict|replace", "How to treat input that is not UTF-8.")
-    ] = "strict"
-    batch: Annotated[
-        str | None, options.option("--batch", "FILE", "Answer each line of a JSON-lines file; - is standard input.")
-    ] = None
-    out: Annotated[
-        Path | None,
-        options.option("--out", "FILE", "With --batch: write the answers here; skip lines already answered there."),
-    ] = None
-
-    def resolve(self, note: Callable[[str], None]) -> str:
-        """Return the prompt, "" with --batch. Raises UsageError for options that exclude each other."""
-        if self.out is not None and self.batch is None:
-            raise UsageError("--out needs --batch", "redirect the output instead: > FILE")
-        if self.batch is None:
-            errors = options.choice("--encoding-errors", self.encoding_errors, ("strict", "replace"))
-            return read_prompt(self.prompt, self.file, errors, note)
-        if self.prompt is not None or self.file is not None:
-            raise UsageError("--batch reads the prompts from the file", "omit PROMPT and --file")
-        from mycli.cli.replies.batch_file import check_batch
-
-        check_batch(self.batch)
-        return ""
-
-
-@dataclass(frozen=True)
-class GrammarFlags:
-    """The output format of a reply, as typed."""
-
-    schema: Annotated[
-        str | None,
-        options.option(
-            "--schema", "FILE|JSON", "Reply with JSON that matches this JSON schema: a file, or the schema."
-        ),
-    ] = None
-    regex: Annotated[
-        str | None, options.option("--regex", "RE", "Reply with text that matches this regular expression completely.")
-    ] = None
-    json_mode: Annotated[bool, options.flag("--json-mode", "Reply with a JSON object.")] = False
-    extra_properties: Annotated[
-        bool, options.flag("--extra-properties", "Allow JSON properties that the schema does not name.")
-    ] = False
-
-    @property
-    def used(self) -> bool:
-        return self.schema is not None or self.regex is not None or self.json_mode
-
-    def text(self) -> str | None:
-        """Return the text of the schema, before a model is loaded.
-
-        Raises UsageError for an unreadable schema and options that exclude each other.
-        """
-        formats = sum((self.schema is not None, self.regex is not None, self.json_mode))
-        if formats > 1:
-            raise UsageError("--schema, --regex and --json-mode exclude each other", "use one of the three")
-        if self.schema is None or _is_inline(self.schema):
-            return self.schema
-        return read_file(Path(self.schema))
-
-    def resolve(self, schema: str | None, model: "LoadedModel") -> "Grammar | None":
-        """Return the grammar for `model`, None for free text; `schema` is the result of `text`."""
-        if not self.used:
-            return None
-        from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Grammar
-
-        if self.regex is not None:
-            return Grammar.from_regex(self.regex, model.tokenizer, model.stop_ids)
-        inline = self.schema is not None and _is_inline(self.schema)
-        source = "--json-mode" if schema is None else "--schema" if inline else str(self.schema)
-        text = JSON_MODE if schema is None else schema
-        return Grammar.from_schema(text, source, model.tokenizer, model.stop_ids, self.extra_properties)
-
-
-@dataclass(frozen=True)
-class BeamFlags:
-    """Beam search, as typed."""
-
-    beams: Annotated[
-        int | None,
-        options.option("--beams", "N", "Search for the most likely reply with N beams instead of sampling.", min=1),
-    ] = None
-    length_penalty: Annotated[
-        float,
-        options.option("--length-penalty", "X", "With --beams: above 0 favours long replies, below 0 short ones."),
-    ] = 1.0
-    early_stopping: Annotated[
-        str,
-        options.words(
-            "--early-stopping",
-            ("off", "on", "never"),
-            "With --beams: on ends the search with N finished replies, never when no better one is possible.",
-        ),
-    ] = "off"
-
-    def resolve(
-        self, samples: int, sampling: SamplingFlags, grammar: GrammarFlags, draft: str, logprobs: int | None
-    ) -> "BeamOptions | None":
-        """Return the options of the search. Raises UsageError for options that a search does not have."""
-        early = options.choice("--early-stopping", self.early_stopping, ("off", "on", "never"))
-        if self.beams is None:
-            if self != BeamFlags():
-                raise UsageError("--length-penalty and --early-stopping need --beams", "add --beams N")
-            return None
-        from mycli.runtime.engine.sequence import BeamOptions
-
-        used = {f"--{name.replace('_', '-')}": value is not None for name, value in vars(sampling).items()}
-        formats = {"--schema": grammar.schema, "--regex": grammar.regex, "--json-mode": grammar.json_mode or None}
-        used |= {name: value is not None for name, value in formats.items()}
-        used |= {"--draft": draft != "none", "--logprobs": logprobs is not None}
-        for name, is_used in used.items():
-            if is_used:
-                raise UsageError(f"--beams and {name} exclude each other", f"omit --beams, or omit {name}")
-        if samples > self.beams:
-            raise UsageError(f"--samples {samples} of {self.beams} beams", f"use --beams {samples}")
-        return BeamOptions(self.beams, self.length_penalty, "never" if early == "never" else early == "on")
-
-
-def _is_inline(schema: str) -> bool:
-    # A schema is an object; a file whose name begins so can be named ./{...
-    return schema.lstrip().startswith("{")
 
 
 @command
@@ -223,14 +89,7 @@ def run(
     recording.check(model, prompted=(source.prompt or source.file or source.batch) is not None)
     if recording.resume is not None:
         return _resume(call, recording, prefix_cache, escapes)
-    if logprobs is not None and not (call.out.json_mode or source.batch):
-        raise UsageError("--logprobs needs --json or --batch", "add --json")
-    if not 1 <= samples <= MAX_SAMPLES:
-        raise UsageError(
-            f"--samples must be 1 to {MAX_SAMPLES}, not {samples}", f"for example: --samples {MAX_SAMPLES}"
-        )
-    if reasoning.budget is not None and grammar.used:
-        raise UsageError("--reasoning-budget: a reply in a format has no reasoning", "omit --reasoning-budget")
+    _check_options(call, source, grammar, reasoning, samples, logprobs)
     sampling.check()
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
@@ -283,6 +142,24 @@ def run(
         write_receipt(receipt, generator, reply, loading, reply_format)
     _check_complete(generator, [reply])
     return ExitCode.OK
+
+
+def _check_options(
+    call: Call,
+    source: PromptFlags,
+    grammar: GrammarFlags,
+    reasoning: ReasoningFlags,
+    samples: int,
+    logprobs: int | None,
+) -> None:
+    if logprobs is not None and not (call.out.json_mode or source.batch):
+        raise UsageError("--logprobs needs --json or --batch", "add --json")
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise UsageError(
+            f"--samples must be 1 to {MAX_SAMPLES}, not {samples}", f"for example: --samples {MAX_SAMPLES}"
+        )
+    if reasoning.budget is not None and grammar.used:
+        raise UsageError("--reasoning-budget: a reply in a format has no reasoning", "omit --reasoning-budget")
 
 
 def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, escapes: bool) -> ExitCode:
