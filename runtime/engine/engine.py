@@ -9,25 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.state_pool import StatePool
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.request_state import RequestState, TokensAhead
+from mycli.runtime.engine.request_state import RequestState
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.errors import UserError
-from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
-from mycli.runtime.sampling.sampler import leading, not_finite, sample_rows
+from mycli.runtime.sampling.sampler import leading, not_finite
 
 if TYPE_CHECKING:  # what most replies do without
     from mycli.runtime.cache.prefix_store import PrefixStore
@@ -70,6 +68,7 @@ class Engine:
         self.step_seconds = 0.0  # of the last step: device time, if it worked ahead
         self._states: dict[int, RequestState] = {}
         self._ahead = TokensAhead(runner, self.cache)
+        self._sampler = StepSampler(runner, self.cache, self._states, speculator)
         self._finished: list[SequenceOutput] = []  # cancelled since the last step
         self._cache_valid = True  # no pass was interrupted
         self._texts = self._whole_texts(chunk) if runner.config.bidirectional else None
@@ -256,10 +255,9 @@ class Engine:
 
     def _run_pass(self, scheduled: Sequence[ScheduledSequence], began: float) -> list[SequenceOutput]:
         """Run a pass over the scheduled sequences and sample for those that are computed to their end."""
-        speculator = self.speculator
-        drafted = {} if speculator is None else self._propose(speculator, scheduled)
+        drafted = self._sampler.propose(scheduled)
         chunks = [part.chunk(drafted.get(part.sequence.id, [])) for part in scheduled]
-        logits = self._compute(scheduled, chunks)
+        logits = self._sampler.compute(scheduled, chunks)
         samples: list[tuple[ScheduledSequence, range]] = []
         groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
         prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -284,7 +282,7 @@ class Engine:
                     branches = self.scheduler.start_branches(part)
                     samples += [(branch, rows) for branch in branches]
                     parts += branches
-        sampled = self._sample(samples, drafted, logits)
+        sampled = self._sampler.sample(samples, drafted, logits)
         outputs = []
         for part in parts:
             number = part.sequence.id
@@ -292,66 +290,10 @@ class Engine:
             outputs.append(self._advance(part, sampled.get(number, []), prompt_logprobs.get(number, ()), drafts))
         for part, group, rows_logits in groups:
             outputs += group.add(part.sequence.id, rows_logits, self._finish)
-        if speculator is not None and scheduled[0].is_decode:
+        if self.speculator is not None and scheduled[0].is_decode:
             results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
-            speculator.observe(results, time.perf_counter() - began)
+            self.speculator.observe(results, time.perf_counter() - began)
         return outputs
-
-    def _compute(self, scheduled: Sequence[ScheduledSequence], chunks: Sequence[Chunk]) -> Tensor:
-        """Run a pass over `chunks` and return its logits; keep the hidden states that requests ask for."""
-        parts, hook = list(zip(scheduled, chunks, strict=True)), None
-        if self.speculator is not None:
-            from mycli.runtime.engine.speculation import ComputedTokens
-
-            hook = self.speculator.hidden_state_hook(
-                ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)
-                for part, chunk in parts
-            )
-        if all(part.sequence.request.hidden_states is None for part in scheduled):
-            return self.runner.run(chunks, self.cache, hook)
-        states: list[Tensor] = []
-        logits = self.runner.run(chunks, self.cache, _tee(hook, states.append))
-        hidden, end = torch.cat(states, dim=-2).flatten(0, -2), 0
-        for part, chunk in parts:
-            start, end = end, end + chunk.count
-            self._states[part.sequence.id].keep_hidden(part, hidden[start:end])
-        return logits
-
-    def _propose(self, speculator: "Speculator", scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
-        from mycli.runtime.engine.speculation import DraftRequest
-
-        requests = [
-            DraftRequest(part.sequence.id, part.sequence.tokens, part.drafts, self._states[part.sequence.id].sampler)
-            for part in scheduled
-            if part.drafts
-        ]
-        proposals = speculator.propose(requests) if requests else []
-        return {request.sequence: tokens for request, tokens in zip(requests, proposals, strict=True)}
-
-    def _sample(
-        self, samples: Sequence[tuple[ScheduledSequence, range]], drafted: dict[int, list[int]], logits: Tensor
-    ) -> dict[int, list[int] | UserError]:
-        """Return the next tokens of each sequence from its rows of `logits`, or the error that ends it."""
-        sampled: dict[int, list[int] | UserError] = {}
-        numbers, places = list[int](), list[int]()
-        for part, rows in samples:
-            number = part.sequence.id
-            if not drafted.get(number):
-                numbers.append(number)
-                places.append(rows.start)
-                continue
-            assert self.speculator is not None
-            try:
-                rows_logits, sampler = logits[rows.start : rows.stop], self._states[number].sampler
-                sampled[number] = self.speculator.verify(number, rows_logits, sampler)
-            except UserError as error:
-                sampled[number] = error
-        if numbers:
-            chosen = logits if places == list(range(len(logits))) else logits[places]
-            tokens = sample_rows(chosen, [self._states[number].sampler for number in numbers])
-            for number, token in zip(numbers, tokens, strict=True):
-                sampled[number] = token if isinstance(token, UserError) else [token]
-        return sampled
 
     def _advance(
         self,
@@ -437,12 +379,3 @@ class Engine:
                 output = replace(ended, tokens=output.tokens)
             outputs.append(output)
         return outputs
-
-
-def _tee(first: HiddenStateHook | None, second: HiddenStateHook) -> HiddenStateHook:
-    def both(hidden: Tensor) -> None:
-        if first is not None:
-            first(hidden)
-        second(hidden)
-
-    return both

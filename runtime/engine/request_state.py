@@ -1,17 +1,13 @@
-"""The sampling state of a request in the engine: sampler, logprobs, and the tokens that a device samples by itself."""
+"""The sampling state of a request in the engine: sampler, logprobs, hidden states."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduled import ScheduledSequence
-from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
 
@@ -95,49 +91,3 @@ class RequestState:
         self.scored = end
         rows = logits[first - 1 - part.start : end - 1 - part.start, : self.sampler.vocab_size]
         return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))
-
-
-class TokensAhead:
-    """Tokens that a pass samples by itself, several at a time, while the same sequences decode from step to step."""
-
-    def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
-        self._runner, self._cache = runner, cache
-        self._sequences: list[tuple[int, tuple[int, ...]]] = []  # number and blocks
-        self._steps: Iterator[TokenSteps] | None = None
-
-    def next(
-        self, scheduled: Sequence[ScheduledSequence], states: Mapping[int, RequestState], scheduler: Scheduler
-    ) -> TokenSteps | None:
-        """Return the next tokens of the scheduled sequences; None, as after `drop`, if logits are to be sampled.
-
-        All must decode without drafts, with settings that a pass samples with.
-        """
-        settings, sequences = [], []
-        for part in scheduled:
-            sampling = states[part.sequence.id].device_sampling
-            plain = part.is_decode and not part.drafts
-            if sampling is None or not plain or not (sampling.plain_greedy or self._runner.passes.samples):
-                self._steps = None
-                return None
-            settings.append(sampling)
-            sequences.append((part.sequence.id, tuple(part.sequence.table.blocks)))
-        steps = next(self._steps, None) if self._steps is not None and sequences == self._sequences else None
-        if steps is None:
-            # Tokens made ahead for other sequences, or in other blocks, are dropped.
-            self._steps = self._start(scheduled, settings, scheduler)
-            self._sequences = [(part.sequence.id, tuple(part.sequence.table.blocks)) for part in scheduled]
-            steps = None if self._steps is None else next(self._steps, None)
-        return steps
-
-    def drop(self) -> None:
-        """Drop tokens that were sampled ahead: another pass has continued their sequences."""
-        self._steps = None
-
-    def _start(
-        self, scheduled: Sequence[ScheduledSequence], sampling: Sequence[DeviceSampling], scheduler: Scheduler
-    ) -> Iterator[TokenSteps] | None:
-        left = min([part.sequence.limit - part.sequence.sampled for part in scheduled])
-        count = scheduler.reserve_ahead(scheduled, left)
-        stop_ids = frozenset[int]().union(*[part.sequence.request.stop_ids for part in scheduled])
-        chunks = [part.chunk([]) for part in scheduled]
-        return self._runner.tokens(chunks, sampling, self._cache, count, stop_ids)

@@ -21,8 +21,8 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.request_state import TokensAhead
 from mycli.runtime.engine.sequence import Request, SequenceOutput
+from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import KvDtype
@@ -103,21 +103,30 @@ def test_tokens_are_those_of_the_reply_alone(dtype: torch.dtype, kv: KvDtype) ->
     assert engine.stats.preemptions >= len(asked) // 2 and engine.stats.prefix_hits > 20
 
 
-class Drawing(Engine):
-    """Records a hash of the logits of each drawn token by sequence and position, and which sequences were preempted for
-    lack of blocks.
-    """
+class DrawnFrom(StepSampler):
+    """Records a hash of the logits of each drawn token by sequence and position."""
 
-    drawn_from: dict[int, dict[int, int]]
-    put_back: set[int]
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.hashes: dict[int, dict[int, int]] = {}
 
-    def _sample(self, samples: Any, drafted: Any, logits: Tensor) -> Any:
+    def sample(self, samples: Any, drafted: Any, logits: Tensor) -> Any:
         for part, rows in samples:
-            places = self.drawn_from.setdefault(part.sequence.id, {})
+            places = self.hashes.setdefault(part.sequence.id, {})
             for place, row in enumerate(rows, start=len(part.sequence.tokens)):
                 bits = logits[row].contiguous().view(torch.uint8)
                 places[place] = hash(bits.numpy().tobytes())  # a rejected token: overwritten by the next
-        return super()._sample(samples, drafted, logits)
+        return super().sample(samples, drafted, logits)
+
+
+class Drawing(Engine):
+    """Records the logits that tokens were drawn from, and which sequences were preempted for lack of blocks."""
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._sampler = recording = DrawnFrom(self.runner, self.cache, self._states, self.speculator)
+        self.drawn_from = recording.hashes
+        self.put_back = set[int]()
 
     def step(self) -> list[SequenceOutput]:
         with pytest.MonkeyPatch.context() as patch:
@@ -132,9 +141,7 @@ def drawing(runner: ModelRunner, shape: CacheShape, running: int, draft: ModelRu
     if draft is not None:
         proposer = DraftModel(draft, CacheShape.contiguous(CONTEXT, running), runner.nbytes)
         speculator = ProposerSpeculator(proposer, lambda: FixedDraftLength(3))
-    engine = Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=64, speculator=speculator)
-    engine.drawn_from, engine.put_back = {}, set()
-    return engine
+    return Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=64, speculator=speculator)
 
 
 def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[int], list[int]]]:

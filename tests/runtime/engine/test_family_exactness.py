@@ -55,9 +55,7 @@ QUICK = [("bailing_hybrid-8top3", torch.bfloat16, "int8")]
 
 
 def drawing(runner: Recorded, shape: CacheShape, running: int, chunk: int, speculator: Scripted | None) -> Drawing:
-    engine = Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=chunk, speculator=speculator)
-    engine.drawn_from, engine.put_back = {}, set()
-    return engine
+    return Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=chunk, speculator=speculator)
 
 
 def each_alone(
