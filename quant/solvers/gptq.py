@@ -16,6 +16,7 @@ SOLVER = SolverSpec(
 )
 
 SWEEPS = 2  # of coordinate descent; more gain nothing (docs/quality.md)
+_WIDE = 2048  # columns
 # Shares of the mean of diag(H) added to it until H has a Cholesky factor; then all again in double precision.
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -55,9 +56,25 @@ def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
         return None
     root = lower.flip(0, 1)
     del lower
-    identity = torch.eye(len(root), dtype=root.dtype, device=root.device)
-    upper = torch.linalg.solve_triangular(root, identity, upper=True)
+    upper = _inverse_of_upper(root)
     return upper if bool(torch.isfinite(upper).all()) else None
+
+
+def _inverse_of_upper(root: Tensor) -> Tensor:
+    """Return the inverse of an upper triangular matrix [K, K]."""
+    # Solving for the identity multiplies by its zeros too. Wide matrices are inverted by halves; narrow ones keep the
+    # bits of torch.
+    size = len(root)
+    if size < _WIDE:
+        identity = torch.eye(size, dtype=root.dtype, device=root.device)
+        narrow: Tensor = torch.linalg.solve_triangular(root, identity, upper=True)
+        return narrow
+    half = size // 2
+    inverse = torch.zeros_like(root)
+    first, last = _inverse_of_upper(root[:half, :half]), _inverse_of_upper(root[half:, half:])
+    inverse[:half, :half], inverse[half:, half:] = first, last
+    inverse[:half, half:] = (first @ root[:half, half:] @ last).neg_()
+    return inverse
 
 
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None, outputs: Tensor | None = None) -> Solution:

@@ -112,3 +112,15 @@ def test_plain_rounding_is_the_last_resort_and_is_said(fault: str) -> None:
     assert solution.fallback and solution.damping is None
     rounded = rtn.solve(weight, grid, indefinite).quantized
     assert torch.equal(solution.quantized.codes, rounded.codes)
+
+
+@pytest.mark.parametrize("columns", [1, 16, 17, 75])
+def test_a_wide_factor_is_that_of_a_narrow_one(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.randn(3 * columns, columns, generator=torch.Generator().manual_seed(columns))
+    hessian = inputs.T @ inputs
+    narrow = gptq.factorize(hessian)
+    monkeypatch.setattr(gptq, "_WIDE", 16)
+    wide = gptq.factorize(hessian)
+    assert narrow is not None and wide is not None and wide.order.equal(narrow.order)
+    assert torch.allclose(wide.upper, narrow.upper, rtol=1e-4, atol=1e-7)
+    assert not wide.upper.tril(-1).any()
