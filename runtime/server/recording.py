@@ -160,8 +160,9 @@ class LeaveOut:
     def apply(self, piece: Piece) -> Piece:
         if not self._count:
             return piece
-        reasoning, content = self._cut(piece.reasoning), self._cut(piece.content)
-        return replace(piece, reasoning=reasoning, content=content)
+        reasoning = self._cut(piece.reasoning)
+        parts = [self._cut(part) if isinstance(part, str) else part for part in piece.parts]
+        return replace(piece, reasoning=reasoning, parts=tuple(part for part in parts if part))
 
     def _cut(self, text: str) -> str:
         cut = min(self._count, len(text))

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mycli.runtime.engine.replies.reader import Piece
+from mycli.runtime.engine.replies.reader import Piece, join_parts
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.http.api_error import ApiError, internal_error
 from mycli.runtime.server.http.body import CLIENT_GONE, parse_body, read_body
@@ -25,7 +25,6 @@ from mycli.runtime.server.requests.fields import check_fields, unread_parts
 from mycli.runtime.server.requests.schemas import ForModel, ForReply, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.worker import Ticket
-from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
@@ -75,9 +74,8 @@ def _join(pieces: Sequence[Piece]) -> Piece:
     last = pieces[-1]
     return Piece(
         last.index,
-        "".join([piece.content for piece in pieces]),
+        join_parts(part for piece in pieces for part in piece.parts),
         "".join([piece.reasoning for piece in pieces]),
-        tuple(join_calls(call for piece in pieces for call in piece.calls)),
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(logprob for piece in pieces for logprob in piece.logprobs),
         tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),

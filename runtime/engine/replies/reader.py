@@ -1,8 +1,9 @@
 """Reads a sequence's tokens into a reply: text up to a stop string, reasoning, tool calls, and why it ended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, cast
 
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
@@ -24,16 +25,15 @@ ReplyEnd = Literal["stop", "stop_string", "length", "tool_calls", "cancelled", "
 class Piece:
     """The next part of reply `index` of a request. Text is withheld while it may be the start of a stop string or tag.
 
-    calls: new calls and further parts of earlier ones; tokens, logprobs: up to the token that completed a stop string;
-    end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error";
-    refused: the request itself is the cause; vector: of a text to embed, or scores of tokens; reasoning_tokens: the
-    number of `tokens` that are reasoning, its tags included.
+    parts: text, new calls and further parts of earlier calls, in the order of the output; tokens, logprobs: up to the
+    token that completed a stop string; end: None while the reply continues; stop: the stop string that ended it;
+    problem: the message if `end` is "error"; refused: the request itself is the cause; vector: of a text to embed, or
+    scores of tokens; reasoning_tokens: the number of `tokens` that are reasoning, its tags included.
     """
 
     index: int = 0
-    content: str = ""
+    parts: "tuple[str | ToolCall, ...]" = ()
     reasoning: str = ""
-    calls: "tuple[ToolCall, ...]" = ()
     tokens: tuple[int, ...] = ()
     logprobs: "tuple[TokenLogprob, ...]" = ()
     prompt_logprobs: "tuple[TokenLogprob, ...]" = ()
@@ -44,6 +44,14 @@ class Piece:
     vector: "Tensor | None" = None
     refused: bool = False
     reasoning_tokens: int = 0
+
+    @property
+    def content(self) -> str:
+        return "".join([part for part in self.parts if isinstance(part, str)])
+
+    @property
+    def calls(self) -> "tuple[ToolCall, ...]":
+        return tuple([part for part in self.parts if not isinstance(part, str)])
 
 
 class _MarkedPieces:
@@ -62,12 +70,17 @@ class _MarkedPieces:
         return self._shown.get(token_id) or self._tokenizer.piece(token_id, first)
 
 
-def _joined(calls: "list[ToolCall]") -> "tuple[ToolCall, ...]":
-    if not calls:
-        return ()
-    from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
+def join_parts(parts: "Iterable[str | ToolCall]") -> "tuple[str | ToolCall, ...]":
+    """Join adjacent texts, and the parts of each call."""
+    joined: list[str | ToolCall] = []
+    for index, group in groupby(parts, lambda part: None if isinstance(part, str) else part.index):
+        if index is None:
+            joined.append("".join(cast("Iterator[str]", group)))
+        else:
+            from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 
-    return tuple(join_calls(calls))
+            joined += join_calls(cast("Iterator[ToolCall]", group))
+    return tuple(joined)
 
 
 class ReplyReader:
@@ -103,18 +116,19 @@ class ReplyReader:
         # Whether there was a reasoning block, whether it had text, and whether there was content: white space around
         # the tags belongs to neither.
         self._reasoned, self._reasoning_begun, self._content_begun = False, False, False
+        self._after_call = False
 
     def feed(self, output: SequenceOutput) -> Piece:
         """Return what one output adds to the reply. The reply is over when the piece has an `end`."""
         count, reasoning_tokens, stopped, text = 0, 0, False, ""
-        parts = []
+        splits = []
         for token in output.tokens:
             count += 1
             text, stopped = self._matcher.feed(self._decoder.feed(token))
             if stopped:
                 break
             inside = self._reasons
-            parts.append(self._split(text, False))
+            splits.append(self._split(text, False))
             reasoning_tokens += inside or self._reasons
             text = ""
         if output.finish_reason is not None and not stopped:
@@ -123,13 +137,11 @@ class ReplyReader:
         ended = stopped or output.finish_reason is not None
         if ended:
             reasoning_tokens += stopped and self._reasons
-            parts.append(self._split(text, True))
-        contents, reasonings, calls = zip(*parts, strict=True) if parts else ((), (), ())
+            splits.append(self._split(text, True))
         return Piece(
             self.index,
-            "".join(contents),
-            "".join(reasonings),
-            _joined([call for group in calls for call in group]),
+            join_parts([part for parts, _ in splits for part in parts]),
+            "".join([reasoning for _, reasoning in splits]),
             output.tokens[:count],
             output.logprobs[:count],
             output.prompt_logprobs,
@@ -154,13 +166,14 @@ class ReplyReader:
             return "tool_calls" if self._tools is not None and self._tools.called else "stop"
         return "length" if reason == "context" else reason
 
-    def _split(self, text: str, ended: bool) -> "tuple[str, str, tuple[ToolCall, ...]]":
+    def _split(self, text: str, ended: bool) -> "tuple[list[str | ToolCall], str]":
+        # The content with the calls in it, and the reasoning.
         if self._reasoning is None:
-            return text, "", ()
+            return [text] if text else [], ""
         from mycli.runtime.tokenizer.parsing.reasoning_parser import Part
 
-        content = reasoning = ""
-        calls: list[ToolCall] = []
+        parts: list[str | ToolCall] = []
+        reasoning = ""
         for item in self._parse(self._reasoning, text, ended):
             if isinstance(item, Part):
                 self._reasoned = True
@@ -168,11 +181,14 @@ class ReplyReader:
             elif isinstance(item, str):
                 if self._reasoned and not self._content_begun:
                     item = item.lstrip()  # the blank line between reasoning and content
-                self._content_begun = self._content_begun or bool(item)
-                content += item
+                if item:
+                    # The parser drops white space around calls; interfaces with a single text would glue the parts.
+                    parts.append(f"\n{item}" if self._after_call and self._content_begun else item)
+                    self._content_begun, self._after_call = True, False
             else:
-                calls.append(item)
-        return content, reasoning, _joined(calls)
+                parts.append(item)
+                self._after_call = True
+        return parts, reasoning
 
     def _parse(self, reasoning: "ReasoningParser", text: str, ended: bool) -> "Iterator[Part | str | ToolCall]":
         for part in reasoning.feed(text) + (reasoning.flush() if ended else []):

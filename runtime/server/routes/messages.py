@@ -67,16 +67,20 @@ class MessageRendering:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             if self._shown:
                 yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        if piece.content:
-            yield from self._open("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": piece.content})
-        for call in piece.calls:
-            if call.name:
-                yield from self._close()
-                block = {"type": "tool_use", "id": self._ids.next("toolu_"), "name": call.name, "input": {}, **_CALLER}
-                yield from self._open("tool_use", block)
-            if call.arguments:
-                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        for part in piece.parts:
+            if isinstance(part, str):
+                yield from self._open("text", {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part})
+            else:
+                yield from self._add_call(part)
+
+    def _add_call(self, call: ToolCall) -> Iterable[bytes]:
+        if call.name:
+            yield from self._close()
+            block = {"type": "tool_use", "id": self._ids.next("toolu_"), "name": call.name, "input": {}, **_CALLER}
+            yield from self._open("tool_use", block)
+        if call.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def keep_alive(self) -> Iterable[bytes]:
         yield _event("ping")
@@ -96,11 +100,12 @@ class MessageRendering:
         if reply.reasoning:
             thinking = reply.reasoning if self._shown else ""
             content.append({"type": "thinking", "thinking": thinking, "signature": self._signature()})
-        if reply.content:
-            content.append({"type": "text", "text": reply.content})
-        for call in reply.calls:
-            called = {"id": self._ids.next("toolu_"), "name": call.name, "input": _input(call)}
-            content.append({"type": "tool_use", **called, **_CALLER})
+        for part in reply.parts:
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                called = {"id": self._ids.next("toolu_"), "name": part.name, "input": _input(part)}
+                content.append({"type": "tool_use", **called, **_CALLER})
         return {**self._head, "content": content, **self._end, "usage": self._usage()}
 
     def _count(self, piece: Piece) -> None:

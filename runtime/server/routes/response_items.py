@@ -41,10 +41,8 @@ class OutputItems:
         self._pending += piece.logprobs
         if piece.reasoning:
             yield from self._grow("reasoning", piece.reasoning)
-        if piece.content:
-            yield from self._grow("message", piece.content)
-        for call in piece.calls:
-            yield from self._add_call(call)
+        for part in piece.parts:
+            yield from self._grow("message", part) if isinstance(part, str) else self._add_call(part)
 
     def _add_call(self, call: ToolCall) -> Iterator[Event]:
         if call.name:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.replies.reader import ReplyReader
+from mycli.runtime.engine.replies.reader import ReplyReader, join_parts
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError, UserError
+from mycli.runtime.tokenizer.parsing.tool_formats import HERMES
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import ScriptedEngine, Served, joined, serving
 
@@ -109,6 +111,42 @@ def test_the_other_protocols_tell_the_same(scripted: Scripted, reasoning: Loaded
         last = served.ask("POST", "/v1/responses", {**ask, "stream": True}).events[-1]["response"]["output"]
         assert [one["type"] for one in last] == [one["type"] for one in whole]
         assert [one.get("arguments") for one in last] == [one.get("arguments") for one in whole]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_text_between_calls_keeps_its_place(scripted: Scripted, reasoning: LoadedModel, stream: bool) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    turns = [{"role": "user", "content": "Go"}]
+    tool = {"name": "f", "input_schema": TOOL["function"]["parameters"]}
+    with scripted(f"First.\n{call}\nSecond.\n{call}\n\nThird.", model=reasoning) as served:
+        content, _, calls, end = joined(served.chat("Go", tools=[TOOL], stream=stream))
+        assert content == "First.\nSecond.\nThird." and len(calls) == 2 and end == "tool_calls"
+        body = {"messages": turns, "max_tokens": 500, "tools": [tool], "stream": stream}
+        answer = served.ask("POST", "/v1/messages", body)
+        starts = [event["content_block"] for event in answer.events if event["type"] == "content_block_start"]
+        blocks = starts if stream else answer.json["content"]
+        assert [block["type"] for block in blocks] == ["text", "tool_use", "text", "tool_use", "text"]
+        asked = {"input": "Go", "tools": [{"type": "function", **TOOL["function"]}], "stream": stream}
+        answer = served.ask("POST", "/v1/responses", asked)
+        items = (answer.events[-1]["response"] if stream else answer.json)["output"]
+        kinds = ["message", "function_call", "message", "function_call", "message"]
+        assert [item["type"] for item in items] == kinds
+
+
+def test_the_order_does_not_depend_on_the_tokens_of_a_step(reasoning: LoadedModel) -> None:
+    text = 'First.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\nSecond.'
+    ids = reasoning.tokenizer.encode(text, add_special=False, allow_special=True)
+    for size in (1, 3, len(ids)):
+        parser = ToolParser(HERMES, [TOOL])
+        reader = ReplyReader(reasoning.tokenizer, prompt_end="", tools=parser, tool_format=HERMES)
+        steps = [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
+        ends = [None] * (len(steps) - 1) + ["stop"]
+        pieces = [
+            reader.feed(SequenceOutput(1, step, (), (), end))  # type: ignore[arg-type]  # "stop"
+            for step, end in zip(steps, ends, strict=True)
+        ]
+        parts = join_parts(part for piece in pieces for part in piece.parts)
+        assert parts == ("First.", ToolCall("f", '{"a": 1}'), "\nSecond.")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
