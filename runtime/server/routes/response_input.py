@@ -1,5 +1,6 @@
 """Converts the input items of OpenAI's responses to the messages of chat templates."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,18 +8,22 @@ from pydantic import ValidationError
 
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.item_store import ItemStore
-from mycli.runtime.server.routes.responses_request import InputItem, ResponsesRequest, flat_name
+from mycli.runtime.server.requests.schemas import ContentPart
+from mycli.runtime.server.routes.responses_request import InputItem, OutputPart, ResponsesRequest, flat_name
 from mycli.runtime.server.routes.wire import call_fields, text_of
 from mycli.runtime.tokenizer.chat_template import Message
 
-_RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output")
+_RESULTS = (
+    *("function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output"),
+    "apply_patch_call_output",
+)
 # Items of tools that OpenAI's servers run, and items that only they can read.
 _OMITTED = frozenset(
     (
         *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"),
         *("computer_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction"),
         *("compaction_summary", "compaction_trigger", "tool_search_call", "tool_search_output", "additional_tools"),
-        *("program", "program_output", "ghost_snapshot"),
+        *("program", "program_output", "ghost_snapshot", "configuration_update"),
     )
 )
 
@@ -41,10 +46,10 @@ class _Conversation:
             parts = item.content if isinstance(item.content, list) else []
             self._reasoning += text_of(parts or item.summary or [], f"{place}.content")
         elif kind in _RESULTS:
-            self._add_result(item.call_id, text_of(item.output, f"{place}.output"))
+            self._add_result(item.call_id or item.id, _output(item, place))
         elif kind == "mcp_call":
             self._add_call(item.id, item.name, item.arguments)
-            self._add_result(item.id, text_of(item.output, f"{place}.output"))
+            self._add_result(item.id, _output(item, place))
         elif kind in _OMITTED:
             self.omitted.append(f"item {kind}")
         else:
@@ -57,6 +62,8 @@ class _Conversation:
             return flat_name(item.name, item.namespace), {"input": item.input}
         if kind in ("local_shell_call", "shell_call"):
             return kind.removesuffix("_call"), item.action or {}
+        if kind == "apply_patch_call":
+            return "apply_patch", item.operation or {}
         message = f"{place}.type: {kind!r} is not supported"
         raise ApiError(400, message, "unsupported_content", param=f"{place}.type")
 
@@ -92,6 +99,26 @@ class _Conversation:
     def _take_reasoning(self) -> str:
         reasoning, self._reasoning = self._reasoning, ""
         return reasoning
+
+
+def _output(item: InputItem, place: str) -> str:
+    """Return the output of a tool as the model reads it; without one, the error or the status."""
+    output = item.output
+    if isinstance(output, dict):
+        raise ApiError(400, f"{place}.output: must be a string or a list", "invalid_value", param=f"{place}.output")
+    if output is None:
+        error = item.error if isinstance(item.error, str) else json.dumps(item.error)
+        return f"error: {error}" if item.error else item.status or ""
+    if isinstance(output, str):
+        return output
+    parts = [ContentPart(type="text", text=_printed(part)) if part.outcome is not None else part for part in output]
+    return text_of(parts, f"{place}.output")
+
+
+def _printed(part: OutputPart) -> str:
+    outcome = part.outcome or {}
+    end = "timed out" if outcome.get("type") == "timeout" else f"exit code: {outcome.get('exit_code')}"
+    return "\n".join(text for text in ((part.stdout or "").rstrip(), (part.stderr or "").rstrip(), end) if text)
 
 
 def input_messages(body: ResponsesRequest, items: ItemStore) -> tuple[Sequence[Message], Sequence[str]]:

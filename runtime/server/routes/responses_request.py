@@ -35,6 +35,15 @@ ItemType = Annotated[str, Field(min_length=1, max_length=64)]
 ItemId = Annotated[str, Field(max_length=256)]
 
 
+class OutputPart(ContentPart):
+    """Part of a tool's output: content, or what a shell command has printed, which has no type."""
+
+    type: Annotated[str, Field(max_length=64)] = ""
+    stdout: LongText | None = None
+    stderr: LongText | None = None
+    outcome: dict[str, Any] | None = None
+
+
 class InputItem(Strict):
     """A message, a tool call, its result, reasoning, or a reference to an earlier item."""
 
@@ -49,7 +58,11 @@ class InputItem(Strict):
     arguments: LongText | dict[str, Any] = ""  # an object in a tool_search_call
     input: LongText = ""
     action: dict[str, Any] | None = None
-    output: Content = None
+    operation: dict[str, Any] | None = None  # of an apply_patch_call
+    # An object in a computer_call_output.
+    output: LongText | Annotated[list[OutputPart], Field(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | None = None
+    error: LongText | dict[str, Any] | None = None
+    status: ItemType | None = None
 
 
 class CustomFormat(Strict):

@@ -124,6 +124,50 @@ def test_items_become_messages() -> None:
             spec(input=[wrong])
 
 
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({"type": "apply_patch_call_output", "status": "completed", "output": "Done."}, "Done."),
+        ({"type": "apply_patch_call_output", "status": "failed"}, "failed"),
+        (
+            {
+                "type": "shell_call_output",
+                "output": [
+                    {"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}},
+                    {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}},
+                ],
+            },
+            "a\nb\nexit code: 1\ntimed out",
+        ),
+    ],
+    ids=["patch", "failed", "shell"],
+)
+def test_outputs_of_the_tools_of_openai(output: Any, text: str) -> None:
+    operation = {"type": "delete_file", "path": "a"}
+    calls = {
+        "apply_patch_call_output": {"type": "apply_patch_call", "operation": operation, "status": "completed"},
+        "shell_call_output": {"type": "shell_call", "action": {"commands": ["ls"]}},
+    }
+    items = [{"call_id": "a", **calls[output["type"]]}, {"call_id": "a", **output}]
+    called, result = spec(input=items).messages
+    name = "shell" if output["type"].startswith("shell") else "apply_patch"
+    assert called.tool_calls[0]["function"]["name"] == result.name == name and result.content == text
+
+
+def test_items_of_tools_that_openai_runs_are_left_out() -> None:
+    screenshot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA"}
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "computer_call", "call_id": "a", "actions": [{"type": "screenshot"}], "status": "completed"},
+        {"type": "computer_call_output", "call_id": "a", "output": screenshot},
+        {"type": "configuration_update", "reasoning": {"effort": "low"}},
+        {"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "error": {"type": "http_error", "code": 1}},
+    ]
+    asked = spec(input=items)
+    assert list(asked.omitted) == [f"item {item['type']}" for item in items[1:4]]
+    assert asked.messages[-1].content == 'error: {"type": "http_error", "code": 1}'
+
+
 def test_the_oldest_items_are_forgotten_first() -> None:
     items = [{"id": str(number), "text": "x" * 50} for number in range(4)]
     size = len(str(items[0]))
