@@ -27,8 +27,11 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_argument
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 # Blocks of tools that Anthropic's servers run: their results are encrypted or mean nothing to another model.
-_SERVER_BLOCKS = ("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "redacted_thinking")
-_SERVER_SUFFIX = "_tool_result"  # of code execution, tool search and others
+_SERVER_BLOCKS = (
+    *("server_tool_use", "redacted_thinking", "container_upload", "mcp_tool_listing", "tool_addition", "tool_removal"),
+    *("fallback", "browser_state"),
+)
+_SERVER_SUFFIX = "_tool_result"  # of web search, code execution, tool search and others
 _CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
 
 
@@ -47,6 +50,7 @@ class TextBlock(ContentPart):
     title: LongText | None = None
     context: LongText | None = None
     content: Content = None
+    tool_name: Annotated[str, Field(max_length=256)] | None = None  # of a tool_reference
 
 
 class MessageBlock(TextBlock):
@@ -56,7 +60,9 @@ class MessageBlock(TextBlock):
     name: Annotated[str, Field(max_length=256)] = ""
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(max_length=256)] = ""
-    content: LongText | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] | None = None  # type: ignore[assignment]  # the results of tools hold blocks
+    # Results of tools hold blocks, those of Anthropic's servers also an object.
+    content: LongText | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | None = None  # type: ignore[assignment]
+    is_error: bool | None = None
     thinking: LongText | None = None
 
 
@@ -160,7 +166,7 @@ def _document(block: TextBlock, place: str) -> str:
     # Title, where it is from, and text, each on a line of its own.
     if block.type == "search_result":
         origin = block.source if isinstance(block.source, str) else ""
-        text = text_of(block.content, f"{place}.content")
+        text = _content(block, f"{place}.content")
         return "\n".join(part for part in (block.title or "", origin, text) if part)
     source = block.source
     if not isinstance(source, TextSource) or source.type not in ("text", "content"):
@@ -171,16 +177,33 @@ def _document(block: TextBlock, place: str) -> str:
     return "\n".join(part for part in (block.title or "", block.context or "", text) if part)
 
 
-def _as_part(block: TextBlock, place: str) -> ContentPart:
+def _as_part(block: ContentPart, place: str) -> ContentPart:
+    if not isinstance(block, TextBlock):
+        return block
     if block.type in ("document", "search_result"):
         return ContentPart(type="text", text=_document(block, place))
+    if block.type == "tool_reference":
+        return ContentPart(type="text", text=block.tool_name or "")
+    if block.type == "compaction":  # the summary of earlier messages, none where it failed
+        return ContentPart(type="text", text=_content(block, f"{place}.content"))
     return block
 
 
-def _result(content: LongText | Sequence[TextBlock] | None, place: str) -> str:
+def _content(block: TextBlock, place: str) -> str:
+    content: Any = block.content
     if content is None or isinstance(content, str):
         return content or ""
-    return text_of([_as_part(block, f"{place}.{index}") for index, block in enumerate(content)], place)
+    if isinstance(content, dict):
+        raise ApiError(400, f"{place}: must be a string or a list", "invalid_value", param=place)
+    parts = [_as_part(part, f"{place}.{index}") for index, part in enumerate(content)]
+    return text_of(parts, place)
+
+
+def _result(block: MessageBlock, place: str) -> str:
+    text = _content(block, place)
+    # Templates have no field for it. Many clients write it into the text as well.
+    unmarked = block.is_error and not text.lstrip().lower().startswith(("error", "<tool_use_error"))
+    return f"Error: {text}" if unmarked else text
 
 
 def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
@@ -202,7 +225,7 @@ def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
                 function = {"name": block.name, "arguments": block.input or {}}
                 calls.append({"type": "function", "id": block.id, "function": function})
             elif block.type in _RESULTS:
-                content = _result(block.content, f"{place}.{number}.content")
+                content = _result(block, f"{place}.{number}.content")
                 name = names.get(block.tool_use_id, "")
                 messages.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
             elif block.type == "thinking":

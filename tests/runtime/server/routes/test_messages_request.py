@@ -105,6 +105,38 @@ def test_blocks_become_messages() -> None:
 
 
 @pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": "boom", "is_error": True}, "Error: boom"),
+        ({"is_error": True}, "Error: "),
+        ({"content": [{"type": "text", "text": "error: no file"}], "is_error": True}, "error: no file"),
+        ({"content": "fine", "is_error": False}, "fine"),
+        ({"content": [{"type": "tool_reference", "tool_name": "look"}]}, "look"),
+    ],
+)
+def test_results_of_tools_are_text(result: Any, text: str) -> None:
+    block = {"type": "tool_result", "tool_use_id": "a", **result}
+    assert spec({"role": "user", "content": [block]}).messages[0].content == text
+
+
+def test_blocks_that_only_anthropic_can_read_are_left_out() -> None:
+    error = {"type": "web_search_tool_result_error", "error_code": "unavailable"}
+    found = {"type": "tool_search_tool_search_result", "tool_references": []}
+    blocks = [
+        {"type": "web_search_tool_result", "tool_use_id": "a", "content": error},
+        {"type": "tool_search_tool_result", "tool_use_id": "b", "content": found},
+        {"type": "fallback", "to": {"model": "other"}},
+    ]
+    summary = {"type": "compaction", "content": "They met."}
+    asked = spec({"role": "assistant", "content": [*blocks, summary]}, ASK)
+    assert list(asked.omitted) == [f"block {block['type']}" for block in blocks]
+    assert [message.content for message in asked.messages] == ["They met.", "Hi"]
+    for kind in ("tool_result", "search_result", "compaction"):
+        with pytest.raises(ApiError, match="content: must be a string or a list"):
+            spec({"role": "user", "content": [{"type": kind, "content": {}}]})
+
+
+@pytest.mark.parametrize(
     ("block", "text"),
     [
         ({"type": "document", "source": {"type": "text", "data": "A."}, "title": "T", "context": "C"}, "T\nC\nA."),
