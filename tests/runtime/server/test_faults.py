@@ -193,6 +193,8 @@ def test_openais_endpoints_are_found_without_their_v1(served: Served) -> None:
     assert served.ask("POST", "/responses", {"input": "x", "max_output_tokens": 1}).status == 200
     assert served.ask("GET", "/models").json == served.ask("GET", "/v1/models").json
     assert served.ask("GET", "/models/alias/of-it").status == 200
+    assert served.ask("GET", "/v1/models/").json["object"] == "list"
+    assert served.ask("POST", "/v1/completions/", {"prompt": "a", "max_tokens": 1}).status == 200
 
 
 def test_g16_an_endpoint_that_is_not_there(served: Served) -> None:
@@ -201,7 +203,7 @@ def test_g16_an_endpoint_that_is_not_there(served: Served) -> None:
         ("GET", CHAT, 405),
         ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models", 405),
-        ("POST", "/v1/chat/completions/", 404),
+        ("POST", "/v1/chat/completion", 404),
         ("GET", "/..%2f..%2fetc/passwd", 404),
     ):
         answer = served.ask(method, path, b"{}" if method == "POST" else None)
