@@ -38,7 +38,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
+    """names: accepted as `model` in requests, the first for requests without one; key: None to serve without a key.
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of the line per request;

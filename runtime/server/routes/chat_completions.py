@@ -44,6 +44,12 @@ from mycli.runtime.tokenizer.chat_template import Effort, effort_arguments
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
 
+class ChatReasoning(ReasoningOptions):
+    """The options of OpenRouter; exclude: reason, but leave the reasoning out of the reply."""
+
+    exclude: bool | None = None
+
+
 class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
     """The body of POST /v1/chat/completions."""
 
@@ -62,13 +68,18 @@ class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
     function_call: Literal["auto", "none"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
-    reasoning: ReasoningOptions | None = None  # of OpenRouter and SGLang
+    reasoning: ChatReasoning | None = None  # of OpenRouter and SGLang
+    include_reasoning: bool | None = None  # of vLLM and OpenRouter
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)  # of vLLM: for the template
     continue_final_message: bool | None = None  # of vLLM and SGLang
     add_generation_prompt: bool | None = None  # of vLLM; off only together with continue_final_message
     add_special_tokens: No | None = None  # of vLLM: the template writes them
     echo: No | None = None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
 
 def _prepare(service: Service, body: ChatRequest) -> Prepared:
@@ -146,12 +157,14 @@ class ChatRendering(OpenAIRendering):
     """Writes replies as chat.completion, whole or in chunks."""
 
     def __init__(self, service: Service, prepared: Prepared, body: ChatRequest, ids: ReplyIds) -> None:
-        head = {"id": ids.name, "created": ids.created, "model": service.name, "object": "chat.completion.chunk"}
+        model = body.model or service.name
+        head = {"id": ids.name, "created": ids.created, "model": model, "object": "chat.completion.chunk"}
         super().__init__(prepared.prompt_tokens, head, body.stream_options)
         self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
         self._replies = prepared.replies
         self._as_function = bool(body.functions)  # the older form, with one call
+        self._shows_reasoning = body.shows_reasoning
 
     def begin(self) -> Iterable[bytes]:
         for index in range(self._replies):
@@ -160,7 +173,7 @@ class ChatRendering(OpenAIRendering):
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._counts.add(piece)
         delta: dict[str, Any] = {}
-        if piece.reasoning:
+        if piece.reasoning and self._shows_reasoning:
             # vLLM renamed the field in 0.32: clients read one or the other.
             delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
         if piece.content:
@@ -182,7 +195,7 @@ class ChatRendering(OpenAIRendering):
             message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
             if reply.calls:
                 message |= {"content": reply.content or None, **self._whole_calls(reply)}
-            if reply.reasoning:
+            if reply.reasoning and self._shows_reasoning:
                 message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
             logprobs = chat_logprobs(self._tokenizer, reply.logprobs) if self._logprobs else None
             end = self._reason(reply)

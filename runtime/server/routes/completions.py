@@ -105,7 +105,8 @@ class TextRendering(OpenAIRendering):
         self._echo, self._top = bool(body.echo), body.logprobs
         self._per_prompt = body.n or 1
         self._prompts = prepared.prompts
-        head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": service.name}
+        model = body.model or service.name
+        head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
         super().__init__(prepared.prompt_tokens, head, body.stream_options)
         self._offsets = [0] * prepared.replies
         self._started = [False] * prepared.replies

@@ -84,4 +84,4 @@ def _response(service: Service, body: EmbeddingsRequest, vectors: Sequence[Tenso
 
     data = [{"object": "embedding", "index": i, "embedding": encoded(vector)} for i, vector in enumerate(vectors)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JsonResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
+    return JsonResponse({"object": "list", "data": data, "model": body.model or service.name, "usage": usage})

@@ -86,7 +86,7 @@ async def rerank(service: Service, request: Request) -> Response:
         results.append(result)
     tokens = sum(prepared.prompt_tokens for prepared in work.groups)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JsonResponse({"object": "list", "model": service.name, "results": results, "usage": usage})
+    return JsonResponse({"object": "list", "model": body.model or service.name, "results": results, "usage": usage})
 
 
 def _text(document: LongText | RankedText) -> str:

@@ -74,7 +74,7 @@ class ResponseRendering:
             "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": service.name,
+            "model": body.model or service.name,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": body.presence_penalty or 0.0,
             "previous_response_id": None,

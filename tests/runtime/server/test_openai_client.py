@@ -330,7 +330,7 @@ def test_models_are_listed_under_their_names(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["pico", "alias/of-it"]
     assert client.models.retrieve("alias/of-it").model_dump()["context_length"] == 512
     aliased = client.chat.completions.create(model="alias/of-it", messages=question(), max_tokens=1)
-    assert aliased.model == "pico"
+    assert aliased.model == "alias/of-it"
 
 
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:

@@ -42,6 +42,18 @@ def test_reasoning_content_and_calls_are_told_apart(scripted: Scripted, reasonin
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_reasoning_is_left_out_if_asked(scripted: Scripted, reasoning: LoadedModel, stream: bool) -> None:
+    with scripted(REPLY, model=reasoning) as served:
+        for fields in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+            answer = served.chat("Go", tools=[TOOL], stream=stream, **fields)
+            content, thought, calls, _ = joined(answer)
+            assert (content, thought, len(calls)) == ("Of course.", "", 2) and b'reasoning":"' not in answer.body
+            assert "x-mycli-omitted" not in answer.headers
+        shown = served.chat("Go", stream=stream, include_reasoning=True, reasoning={"exclude": False})
+        assert joined(shown)[1]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_only_the_first_call_is_kept_without_parallel_calls(
     scripted: Scripted, reasoning: LoadedModel, stream: bool
 ) -> None:
