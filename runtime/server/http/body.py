@@ -19,8 +19,10 @@ async def read_body(limits: ServerLimits, request: Request) -> bytes:
     # Only application/json: a browser sends the other types to a foreign site without asking it first (CORS).
     limit, parts, size = limits.body_bytes, list[bytes](), 0
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Clients of Ollama's interface send no type, or curl's own. Browsers name the page that sends such a request.
-    typed = request.url.path.startswith("/api/") and kind in ("", "application/x-www-form-urlencoded")
+    # Clients of Ollama's interface send no type, or that of curl or of JavaScript's fetch. Browsers name the page that
+    # sends such a request.
+    untyped = ("", "application/x-www-form-urlencoded", "text/plain")
+    typed = request.url.path.startswith("/api/") and kind in untyped
     from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
     if kind != "application/json" and (from_page or not typed):
         raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", "unsupported_media_type")

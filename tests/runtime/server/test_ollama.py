@@ -55,6 +55,13 @@ def test_chat_whole_streamed_and_generate_are_the_reply_of_the_other_interfaces(
     assert raw.response == completed.json["choices"][0]["text"] and raw.done_reason == "length"
 
 
+def test_the_time_of_the_prompt_ends_with_the_first_token(served: Served, client: ollama.Client) -> None:
+    before = len(served.log)
+    whole = client.chat("pico", MESSAGES, options=OPTIONS)
+    assert served.logged(before + 1) and whole.prompt_eval_duration is not None
+    assert f"TTFT {whole.prompt_eval_duration / 1e6:.0f} ms" in served.log[-1]
+
+
 def test_formats(client: ollama.Client) -> None:
     schema = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
     reply = client.chat("pico", MESSAGES, format=schema, options={"temperature": 0, "num_predict": 64})
@@ -174,7 +181,8 @@ def test_curl_without_a_content_type_is_served_and_a_page_is_not(served: Served)
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert served.ask("POST", "/api/generate", body, form).status == 200
     assert served.ask("POST", "/api/generate", body, {**form, "sec-fetch-site": "same-origin"}).status == 415
-    assert served.ask("POST", "/api/generate", body, {"content-type": "text/plain"}).status == 415
+    assert served.ask("POST", "/api/generate", body, {"content-type": "text/plain;charset=UTF-8"}).status == 200
+    assert served.ask("POST", "/api/generate", body, {"content-type": "multipart/form-data"}).status == 415
     assert served.ask("POST", "/v1/completions", body, form).status == 415
 
 
