@@ -200,7 +200,7 @@ class BeamFields(Strict):
         """Return the options of a search for `replies` replies, None without one. Raises ApiError."""
         width = self.best_of or replies
         if not self.use_beam_search:
-            if self.best_of not in (None, 1):
+            if self.best_of not in (None, 1, replies):  # as many as are returned are no choice
                 raise ApiError(400, "best_of: needs use_beam_search", "unsupported_parameter", param="best_of")
             return None
         if width < replies:

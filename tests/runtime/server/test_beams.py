@@ -14,6 +14,12 @@ def texts(answer: Any) -> list[str]:
     return [choice.get("text", choice.get("message", {}).get("content")) for choice in answer.json["choices"]]
 
 
+def test_the_best_of_as_many_replies_needs_no_search(served: Served) -> None:
+    body = {"prompt": "Once upon", "max_tokens": 2, "n": 2, "best_of": 2}
+    answer = served.ask("POST", "/v1/completions", body)
+    assert answer.status == 200 and len(answer.json["choices"]) == 2
+
+
 def test_n_beams_are_the_best_of_them(served: Served) -> None:
     four = served.ask("POST", "/v1/completions", {**TEXT, "n": 4})
     two = served.ask("POST", "/v1/completions", {**TEXT, "n": 2, "best_of": 4})
