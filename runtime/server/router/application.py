@@ -1,6 +1,6 @@
 """The routes of a server for several models: those it answers itself, and those it forwards."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -128,7 +128,19 @@ async def forward(router: Router, request: Request) -> Response:
     data = await read_body(router.settings.limits, request)
     values = parse_body(data)
     keep = keep_alive_of(values) if request.url.path.startswith("/api/") else ()
-    return ForwardedResponse(router.pool, router.pool.find(model_of(values)), request, data, keep)
+    slot = router.pool.find(model_of(values))
+    asked = values.get("prompt") or values.get("messages")
+    if keep == (0.0,) and not asked and slot.state == "unloaded" and request.url.path in ("/api/chat", "/api/generate"):
+        return JsonResponse(_unloaded_reply(request.url.path, values))
+    return ForwardedResponse(router.pool, slot, request, data, keep)
+
+
+def _unloaded_reply(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    # To a request of Ollama's interface that unloads a model: forwarded, it would load the model first.
+    chat = {"message": {"role": "assistant", "content": ""}}
+    fields = chat if path == "/api/chat" else {"response": ""}
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return {"model": model_of(values), "created_at": now, **fields, "done": True, "done_reason": "unload"}
 
 
 async def load_model_on_request(router: Router, request: Request) -> Response:

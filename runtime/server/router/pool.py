@@ -139,8 +139,9 @@ class ModelPool:
 
     def unload(self, slot: Slot) -> None:
         """Unload a model as soon as it has no requests."""
-        slot.idle = 0.0
-        self._rest(slot)
+        if slot.state != "unloaded":  # it would unload the model after the next request, which loads it
+            slot.idle = 0.0
+            self._rest(slot)
 
     @asynccontextmanager
     async def use(self, slot: Slot) -> AsyncIterator[ModelProcess]:

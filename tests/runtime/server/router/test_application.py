@@ -24,7 +24,7 @@ def router() -> Router:
     return Router(ServerSettings(("first",)), pool)
 
 
-def get(router: Router, path: str, **headers: str) -> tuple[int, Any]:
+def get(router: Router, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     application = router_application(router, lambda line: None)
 
     async def with_state(scope: Any, receive: Any, send: Any) -> None:
@@ -33,7 +33,8 @@ def get(router: Router, path: str, **headers: str) -> tuple[int, Any]:
     async def ask() -> httpx2.Response:
         transport = httpx2.ASGITransport(with_state)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get(path, headers={key.replace("_", "-"): value for key, value in headers.items()})
+            sent = {key.replace("_", "-"): value for key, value in headers.items()}
+            return await client.request("GET" if body is None else "POST", path, json=body, headers=sent)
 
     answer = asyncio.run(ask())
     return answer.status_code, answer.json()
@@ -66,3 +67,11 @@ def test_models_are_listed_under_all_their_names_in_both_forms(router: Router) -
 def test_nothing_runs_before_a_model_is_loaded(router: Router) -> None:
     assert get(router, "/api/ps") == (200, {"models": []})
     assert [entry["name"] for entry in get(router, "/api/tags")[1]["models"]] == ["first", "alias", "second"]
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+def test_a_model_that_is_not_loaded_is_not_loaded_to_be_unloaded(router: Router, path: str) -> None:
+    status, reply = get(router, path, {"model": "alias:latest", "keep_alive": 0})
+    assert status == 200 and (reply["model"], reply["done"], reply["done_reason"]) == ("alias:latest", True, "unload")
+    assert reply["response" if path.endswith("generate") else "message"] is not None
+    assert router.pool.waiting == 0 and router.pool.slots["first"].loads == 0

@@ -230,6 +230,20 @@ def test_an_idle_model_is_unloaded() -> None:
     run(test)
 
 
+def test_unloading_a_model_that_is_not_loaded_changes_nothing() -> None:
+    async def test() -> None:
+        bench = Bench(model("a"))
+        bench.pool.unload(bench.slots["a"])
+        await bench.ask("a")
+        await settle()
+        assert bench.events == ["+a"]
+        bench.pool.unload(bench.slots["a"])
+        await settle()
+        assert bench.events == ["+a", "-a"]
+
+    run(test)
+
+
 def test_the_queue_is_bounded_in_length_and_time() -> None:
     async def test() -> None:
         bench = Bench(model("a"), load=60, waiting=2, queue_seconds=0.05)
