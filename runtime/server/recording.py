@@ -152,15 +152,15 @@ def _digest(requests: Requests) -> str:
 
 
 class LeaveOut:
-    """Drops the first characters of a reply, reasoning and content counted together; tool calls stay whole."""
+    """Drops the first characters of a reply, shown reasoning and content counted together; tool calls stay whole."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, shows_reasoning: bool = True) -> None:
+        self._count, self._shows_reasoning = count, shows_reasoning
 
     def apply(self, piece: Piece) -> Piece:
         if not self._count:
             return piece
-        reasoning = self._cut(piece.reasoning)
+        reasoning = self._cut(piece.reasoning) if self._shows_reasoning else piece.reasoning
         parts = [self._cut(part) if isinstance(part, str) else part for part in piece.parts]
         return replace(piece, reasoning=reasoning, parts=tuple(part for part in parts if part))
 

@@ -307,7 +307,7 @@ class Interface(Generic[_ReplyBody]):
         body, prepared = await off_loop(service, prepare)
         rendering = self.rendering(service, prepared, body, ReplyIds(resumption.name, resumption.header["created"]))
         stream = body.stream if stream is None else stream
-        leave_out = LeaveOut(resumption.after)
+        leave_out = LeaveOut(resumption.after, body.shows_reasoning)
         return await answer(service, request, prepared, rendering, stream, begin=resumption.begin, leave_out=leave_out)
 
 

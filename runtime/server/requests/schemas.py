@@ -155,6 +155,11 @@ class ForReply(ForModel):
 
     stream: bool | None = None
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Return whether the client gets the reasoning."""
+        return True
+
 
 class StreamOptions(Strict):
     """Options of a stream."""

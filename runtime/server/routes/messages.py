@@ -45,7 +45,7 @@ class MessageRendering:
     def __init__(self, service: Service, prepared: Prepared, body: MessagesRequest, ids: ReplyIds) -> None:
         self._counts = TokenCounts(prepared.prompt_tokens)
         self._clipped = prepared.clipped
-        self._shown = body.thinking is None or body.thinking.display != "omitted"
+        self._shown = body.shows_reasoning
         self._head = {"id": ids.name, "type": "message", "role": "assistant", "model": body.model or service.name}
         self._ids = ids
         self._block, self._kind = -1, ""  # index and type of the open block; "" for none

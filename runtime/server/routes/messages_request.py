@@ -161,6 +161,10 @@ class MessagesRequest(CountRequest, ForReply):
     top_k: int | None = Field(None, ge=0, le=1 << 31)
     deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
 
 def _document(block: TextBlock, place: str) -> str:
     # Title, where it is from, and text, each on a line of its own.

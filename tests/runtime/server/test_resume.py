@@ -12,6 +12,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.http.settings import ServerSettings
+from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served, serving
 
 MESSAGES = [{"role": "user", "content": "Tell me about Leo and his dog."}]
@@ -109,6 +110,21 @@ def test_a_stream_that_was_cut_continues_after_what_the_client_has(recording: Se
         kill(recording, name, data, Random(received))
         rest = recording.ask("POST", f"/v1/replies/{name}/resume", {"after": received}).events
         assert whole[:received] + text(rest) == whole and rest[0]["id"] == name
+
+
+def test_reasoning_that_is_not_shown_is_not_counted(scripted: Scripted, reasoning: LoadedModel, tmp_path: Path) -> None:
+    settings = ServerSettings(("pico",), replies=tmp_path / "replies")
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"include_reasoning": False},
+        "messages": {"max_tokens": 99, "thinking": {"type": "adaptive", "display": "omitted"}},
+    }
+    with scripted("<think>\nLong enough.\n</think>\n\nOf course.", model=reasoning, settings=settings) as served:
+        for route, body in bodies.items():
+            name = served.ask("POST", f"/v1/{route}", {"messages": MESSAGES, **body}).json["id"]
+            served.idle()
+            rest = served.ask("POST", f"/v1/replies/{name}/resume", {"after": 3}).json
+            content = rest["choices"][0]["message"]["content"] if "choices" in rest else rest["content"][-1]["text"]
+            assert content == "course."
 
 
 def test_a_client_that_comes_back_takes_a_running_reply_over(recording: Served) -> None:
