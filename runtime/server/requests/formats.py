@@ -22,7 +22,7 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark", "gbnf"]
     json_schema: SchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # for json_object, as in llama.cpp
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # as in llama.cpp, without json_schema
     regex: LongText | None = None
     lark: LongText | None = None
     gbnf: LongText | None = None
@@ -45,7 +45,8 @@ class ResponseFormat(Strict):
 
     @model_validator(mode="after")
     def _complete(self) -> "ResponseFormat":
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+        nested = None if self.json_schema is None else self.json_schema.schema_
+        if self.type == "json_schema" and nested is None and (self.json_schema is not None or self.schema_ is None):
             raise ValueError("json_schema.schema is missing")
         if self.type in ("regex", "lark", "gbnf") and getattr(self, self.type) is None:
             raise ValueError(f"{self.type} is missing")

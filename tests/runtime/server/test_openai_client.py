@@ -175,13 +175,14 @@ def test_a_schema_is_kept(client: openai.OpenAI, temperature: float) -> None:
 
 
 def test_an_object_of_a_schema_is_kept_as_llama_cpp_takes_it(client: openai.OpenAI) -> None:
-    for form in ({"type": "json_object", "schema": SCHEMA}, {"type": "json_object", "schema": {"const": "42"}}):
+    word: dict[str, object] = {"const": "42"}
+    for kind, schema in (("json_object", SCHEMA), ("json_object", word), ("json_schema", SCHEMA)):
         found = client.chat.completions.create(
             model="pico",
             messages=question("How old is Leo?"),
             temperature=0,
             max_tokens=400,
-            response_format=form,  # type: ignore[call-overload]  # the client has no type for a schema there
+            response_format={"type": kind, "schema": schema},  # type: ignore[call-overload]  # no type for it
         )
         value = json.loads(found.choices[0].message.content or "")
         assert value == "42" or set(value) == {"name", "age"}
