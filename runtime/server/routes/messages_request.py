@@ -1,5 +1,6 @@
 """The bodies of Anthropic's messages, and how their blocks, tools and options become a `ChatSpec`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -32,6 +33,9 @@ _SERVER_BLOCKS = (
     *("fallback", "browser_state"),
 )
 _SERVER_SUFFIX = "_tool_result"  # of web search, code execution, tool search and others
+# The first line of Claude Code's system prompt has another hash in each request, and no prompt would be found in the
+# cache.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
 
 
@@ -210,10 +214,14 @@ def _result(block: MessageBlock, place: str) -> str:
     return f"Error: {text}" if unmarked else text
 
 
+def _system_text(system: Content) -> str:
+    return _BILLING.sub("", text_of(system, "system"))
+
+
 def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     """Return the messages of a conversation, and the types of blocks that were left out. Raises ApiError."""
     # Templates expect a tool result as a message of its own.
-    messages = [] if body.system is None else [Message("system", text_of(body.system, "system"))]
+    messages = [] if body.system is None else [Message("system", _system_text(body.system))]
     names: dict[str, str] = {}  # of called tools, by call id
     omitted: list[str] = []
     for index, message in enumerate(body.messages):

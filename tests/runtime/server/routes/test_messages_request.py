@@ -104,6 +104,16 @@ def test_blocks_become_messages() -> None:
     assert spec(system="Be brief.").messages[0].content == "Be brief."
 
 
+def test_the_billing_header_of_claude_code_is_left_out() -> None:
+    header = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch=fa690;"
+    brief = {"type": "text", "text": "Be brief."}
+    for system in ([{"type": "text", "text": header}, brief], f"{header}\nBe brief."):
+        assert spec(system=system).messages[0].content == "Be brief."
+        assert counted(system=system).messages[0].content == "Be brief."
+    quoted = f"Clients send {header}"
+    assert spec(system=quoted).messages[0].content == quoted
+
+
 @pytest.mark.parametrize(
     ("result", "text"),
     [
