@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 
@@ -36,7 +37,7 @@ def render_chat(
             allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
             message = f"{name[:60]!r} is not a template argument; allowed: {allowed}"
             raise ApiError(400, message, "invalid_value", param="chat_template_kwargs")
-    messages, tools = list(parts.messages), parts.tools
+    messages = list(parts.messages)
     source = template_source(tokenizer) if source is None else source
     if "developer" not in source:
         messages = [
@@ -45,14 +46,32 @@ def render_chat(
         ]
     if "length != 9" in source:  # Mistral's templates raise for ids of calls that do not have nine letters and digits
         messages = [_with_short_ids(message) for message in messages]
-    if tools and "tools" not in source:
-        messages, tools = describe_tools_in_system_message(messages, list(tools)), ()
-    try:
+
+    def render(messages: list[Message]) -> list[int]:
+        tools = list(parts.tools)
+        if tools and "tools" not in source:
+            messages, tools = describe_tools_in_system_message(messages, tools), []
         return tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, add_generation_prompt=more, **parts.arguments
+            messages, tools=tools or None, add_generation_prompt=more, **parts.arguments
         )
+
+    try:
+        return render(messages)
     except UserError as error:
+        # Codex sends instructions twice, Claude Code also after the first question. Templates such as those of Qwen 3.5
+        # and Gemma 3 raise for system messages that are not the first message; where they do not, the order is kept.
+        merged = _with_one_system_message(messages)
+        if merged != messages:
+            with suppress(UserError):
+                return render(merged)
         raise from_user_error(error, place) from None
+
+
+def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
+    systems = [message for message in messages if message.role == "system"]
+    others = [message for message in messages if message.role != "system"]
+    content = "\n\n".join(message.content for message in systems)
+    return [*([replace(systems[0], content=content)] if systems else []), *others]
 
 
 def _with_short_ids(message: Message) -> Message:

@@ -35,10 +35,14 @@ def test_another_template_gets_a_system_message() -> None:
     assert text == "user:A;system:D;system:S;user:B;"
 
 
-def test_a_template_that_takes_system_messages_first_only_says_so() -> None:
+def test_a_template_that_takes_system_messages_first_only_gets_one() -> None:
     assert _rendered(FIRST_ONLY, (Message("developer", "D"), Message("user", "B"))) == "system:D\nuser:B\n"
+    assert _rendered(FIRST_ONLY, MESSAGES) == "system:D\n\nS\nuser:A\nuser:B\n"
+    twice = (Message("system", "S"), Message("developer", "D"), Message("user", "B"))
+    assert _rendered(FIRST_ONLY, twice) == "system:S\n\nD\nuser:B\n"
+    without = FIRST_ONLY.replace(" and not loop.first", "")
     with pytest.raises(ApiError, match="must be at the beginning"):
-        _rendered(FIRST_ONLY, MESSAGES)
+        _rendered(without, MESSAGES)
 
 
 @pytest.mark.parametrize(
