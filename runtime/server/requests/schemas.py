@@ -298,8 +298,8 @@ class CalledFunction(Strict):
 class CalledTool(Strict):
     """A tool call in an earlier message of the assistant."""
 
-    id: Annotated[str, Field(max_length=256)] = ""
-    type: Literal["function"] = "function"
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 

@@ -66,8 +66,8 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
     for index, item in enumerate(items):
         calls = []
         for call in item.tool_calls or ():
-            calls.append(call_fields(call.function.name, call.function.arguments, call.id))
-            names[call.id] = call.function.name
+            calls.append(call_fields(call.function.name, call.function.arguments, call.id or ""))
+            names[call.id or ""] = call.function.name
         if item.function_call is not None:
             calls.append(call_fields(item.function_call.name, item.function_call.arguments, ""))
         role: Role = "tool" if item.role == "function" else item.role

@@ -202,6 +202,9 @@ def test_a_template_sees_calls_and_answers(scripted: Scripted, reasoning: Loaded
         # Control tokens spelled in a tool's answer are text; only the template's own count.
         ids = served.ask("POST", "/tokenize", {"messages": messages, "tools": [TOOL]}).json["tokens"]
         assert ids.count(1) == 5 and ids.count(2) == 4
+        unnamed = {**messages[1], "tool_calls": [{**call, "id": None, "type": None}]}  # as aichat sends them
+        messages = [messages[0], unnamed, {"role": "tool", "tool_call_id": None, "content": "ok"}]
+        assert '<tool_call>f:{"a": 1}' in served.ask("POST", "/apply-template", {"messages": messages}).json["prompt"]
 
 
 @pytest.mark.parametrize(
