@@ -142,7 +142,7 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "guided_json": (SERVED, SCHEMA),
     "guided_regex": (SERVED, "a+"),
     "ignore_eos": (SERVED, True),
-    "include_reasoning": (REFUSED, False),
+    "include_reasoning": (SERVED, False),
     "include_stop_str_in_output": (REFUSED, True),
     "kv_transfer_params": (REFUSED, {"a": 1}),
     "length_penalty": (HARMLESS, 2.0),

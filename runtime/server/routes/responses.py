@@ -1,6 +1,7 @@
 """POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses; clients send the whole conversation."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -54,7 +55,7 @@ class ResponseRendering:
         self._items = OutputItems(callable_tools(body).identities, logprobs, ids)
         self._store = None if body.store is False else service.items
         self._event_number = 0
-        self._cut = False
+        self._cut, self._shows_reasoning = False, body.shows_reasoning
         text_format = body.text.format if body.text is not None else None
         text_fields = {"type": "text"}
         if text_format is not None:
@@ -126,7 +127,7 @@ class ResponseRendering:
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._count(piece)
-        yield from self._numbered(self._items.add(piece))
+        yield from self._numbered(self._items.add(self._shown(piece)))
 
     def keep_alive(self) -> Iterable[bytes]:
         yield from self._numbered([("response.in_progress", {"response": self._response("in_progress")})])
@@ -144,10 +145,13 @@ class ResponseRendering:
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         (reply,) = replies
         self._count(reply)
-        list(self._items.add(reply))
+        list(self._items.add(self._shown(reply)))
         list(self._items.close(self._end()))
         self._keep()
         return self._response(self._end())
+
+    def _shown(self, piece: Piece) -> Piece:
+        return piece if self._shows_reasoning else replace(piece, reasoning="")
 
     def _end(self) -> str:
         return "incomplete" if self._cut else "completed"

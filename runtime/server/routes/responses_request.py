@@ -158,7 +158,12 @@ class ResponsesRequest(ForReply, Sampling, Constraints, ThinkingBudget):
     metadata: dict[str, str] | None = Field(None, max_length=16)
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)  # of vLLM
+    include_reasoning: bool | None = None  # of vLLM
     background: No | None = None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False
 
     @property
     def logprobs(self) -> int | None:

@@ -49,6 +49,9 @@ def test_reasoning_is_left_out_if_asked(scripted: Scripted, reasoning: LoadedMod
             content, thought, calls, _ = joined(answer)
             assert (content, thought, len(calls)) == ("Of course.", "", 2) and b'reasoning":"' not in answer.body
             assert "x-mycli-omitted" not in answer.headers
+        answer = served.ask("POST", "/v1/responses", {"input": "Go", "include_reasoning": False, "stream": stream})
+        output = (answer.events[-1]["response"] if stream else answer.json)["output"]
+        assert [item["type"] for item in output] == ["message"]
         shown = served.chat("Go", stream=stream, include_reasoning=True, reasoning={"exclude": False})
         assert joined(shown)[1]
 
