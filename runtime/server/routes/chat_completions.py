@@ -36,6 +36,7 @@ from mycli.runtime.server.routes.wire import (
     chat_messages,
     chat_tools,
     strict_tools,
+    unread_parts,
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface
@@ -114,12 +115,15 @@ def completion_spec(body: ChatRequest) -> ChatSpec:
     reasoning = body.reasoning or ReasoningOptions()
     switch = {} if reasoning.enabled is None else {"enable_thinking": reasoning.enabled}
     documents = {} if body.documents is None else {"documents": body.documents}
+    verbosity = ["field verbosity"] if body.verbosity in ("low", "high") else []
+    results = [message.content for message in body.messages if message.role in ("tool", "function")]
+    unread = [f"part {kind}" for content in results for kind in unread_parts(content)]
     return ChatSpec(
         messages=chat_messages(body.messages),
         sampling=body,
         tools=tools,
         omitted_tools=omitted,
-        omitted=["field verbosity"] if body.verbosity in ("low", "high") else (),
+        omitted=[*verbosity, *unread],
         strict=strict_tools(body.tools or functions),
         choice=choice,
         named=named,

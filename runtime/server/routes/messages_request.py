@@ -23,7 +23,7 @@ from mycli.runtime.server.requests.schemas import (
     ToolName,
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec
-from mycli.runtime.server.routes.wire import text_of
+from mycli.runtime.server.routes.wire import text_of, unread_note, unread_parts
 from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
@@ -207,8 +207,25 @@ def _content(block: TextBlock, place: str) -> str:
     return text_of(parts, place)
 
 
-def _result(block: MessageBlock, place: str) -> str:
-    text = _content(block, place)
+def _result_part(part: ContentPart, place: str, omitted: list[str]) -> ContentPart:
+    read = part
+    try:
+        read = _as_part(part, place)
+    except ApiError as error:
+        if error.code != "unsupported_content":
+            raise
+    if unread_parts([read]):
+        omitted.append(f"block {part.type}")
+        return ContentPart(type="text", text=unread_note(part.type))
+    return read
+
+
+def _result(block: MessageBlock, place: str, omitted: list[str]) -> str:
+    if isinstance(block.content, list):
+        parts = [_result_part(part, f"{place}.{index}", omitted) for index, part in enumerate(block.content)]
+        text = text_of(parts, place)
+    else:
+        text = _content(block, place)
     # Templates have no field for it. Many clients write it into the text as well.
     unmarked = block.is_error and not text.lstrip().lower().startswith(("error", "<tool_use_error"))
     return f"Error: {text}" if unmarked else text
@@ -237,7 +254,7 @@ def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
                 function = {"name": block.name, "arguments": block.input or {}}
                 calls.append({"type": "function", "id": block.id, "function": function})
             elif block.type in _RESULTS:
-                content = _result(block, f"{place}.{number}.content")
+                content = _result(block, f"{place}.{number}.content", omitted)
                 name = names.get(block.tool_use_id, "")
                 messages.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
             elif block.type == "thinking":

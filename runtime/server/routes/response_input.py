@@ -10,7 +10,7 @@ from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.requests.schemas import ContentPart
 from mycli.runtime.server.routes.responses_request import InputItem, OutputPart, ResponsesRequest, flat_name
-from mycli.runtime.server.routes.wire import call_fields, text_of
+from mycli.runtime.server.routes.wire import call_fields, text_of, unread_parts
 from mycli.runtime.tokenizer.chat_template import Message
 
 _RESULTS = (
@@ -46,6 +46,8 @@ class _Conversation:
             parts = item.content if isinstance(item.content, list) else []
             self._reasoning += text_of(parts or item.summary or [], f"{place}.content")
         elif kind in _RESULTS:
+            content = item.output if isinstance(item.output, list) else None
+            self.omitted += [f"part {kind}" for kind in unread_parts(content) if kind]  # "": printed by a shell command
             self._add_result(item.call_id or item.id, _output(item, place))
         elif kind == "mcp_call":
             self._add_call(item.id, item.name, item.arguments)
@@ -112,7 +114,7 @@ def _output(item: InputItem, place: str) -> str:
     if isinstance(output, str):
         return output
     parts = [ContentPart(type="text", text=_printed(part)) if part.outcome is not None else part for part in output]
-    return text_of(parts, f"{place}.output")
+    return text_of(parts, f"{place}.output", True)
 
 
 def _printed(part: OutputPart) -> str:

@@ -43,6 +43,12 @@ class OutputPart(ContentPart):
     stderr: LongText | None = None
     outcome: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _complete(self) -> "OutputPart":
+        if not self.type and self.outcome is None:
+            raise ValueError("type is required")
+        return self
+
 
 class InputItem(Strict):
     """A message, a tool call, its result, reasoning, or a reference to an earlier item."""

@@ -9,7 +9,7 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import event
-from mycli.runtime.server.requests.schemas import ChatMessage, Content, StreamOptions, ToolSpec
+from mycli.runtime.server.requests.schemas import ChatMessage, Content, ContentPart, StreamOptions, ToolSpec
 from mycli.runtime.tokenizer.chat_template import Message, Role, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
@@ -23,15 +23,32 @@ def now() -> int:
     return int(time.time())
 
 
-def text_of(content: Content, place: str) -> str:
-    """Return the text of a message. Raises ApiError for parts other than text: nothing is ever fetched."""
+def unread_parts(content: str | Sequence[ContentPart] | None) -> list[str]:
+    """Return the types of the parts of a tool's result that are no text."""
+    parts = () if content is None or isinstance(content, str) else content
+    return [part.type for part in parts if part.type not in _TEXT_PARTS]
+
+
+def unread_note(kind: str) -> str:
+    """Return the text that stands for a part of a tool's result that is no text."""
+    # An agent that has looked at an image sends it again with each later turn: a refusal would end the conversation.
+    return f"[{kind}: left out, this model reads text only]"
+
+
+def text_of(content: Content, place: str, result: bool = False) -> str:
+    """Return the text of a message. Raises ApiError for parts other than text: nothing is ever fetched.
+
+    result: of a tool, whose other parts are replaced by a note.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for index, part in enumerate(content):
         field = f"{place}.{index}"
         text = part.refusal if part.type == "refusal" and part.text is None else part.text
-        if part.type not in _TEXT_PARTS:
+        if part.type not in _TEXT_PARTS and result:
+            text = unread_note(part.type)
+        elif part.type not in _TEXT_PARTS:
             message = f"{field}.type: {part.type!r} is not supported; this model reads text only"
             raise ApiError(400, message, "unsupported_content", param=f"{field}.type")
         if text is None:
@@ -73,7 +90,7 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
         role: Role = "tool" if item.role == "function" else item.role
         name = item.name or (names.get(item.tool_call_id or "", "") if role == "tool" else "")
         reasoning = item.reasoning or item.reasoning_content or ""
-        content = text_of(item.content, f"messages.{index}.content") or item.refusal or ""
+        content = text_of(item.content, f"messages.{index}.content", role == "tool") or item.refusal or ""
         messages.append(Message(role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
     return messages
 

@@ -1,12 +1,16 @@
-"""Test that messages reach the template as it knows them: roles, places of instructions, ids of tool calls."""
+"""Test that messages reach the template as it knows them: roles, instructions, results of tools, ids of calls."""
+
+from typing import Any
 
 import pytest
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.chat_prompt import render_chat
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.prompt_difference import PromptParts
+from tests.runtime.server.conftest import Scripted
 from tests.support.paths import PICO, ROOT
 
 MESSAGES = (Message("user", "A"), Message("developer", "D"), Message("system", "S"), Message("user", "B"))
@@ -64,6 +68,59 @@ def test_a_request_may_keep_the_reasoning_of_earlier_turns(keeping: dict[str, bo
     tokenizer.template = ChatTemplate({"default": source}, {})
     turns = (Message("user", "A"), Message("assistant", "B", reasoning="why"), Message("user", "C"))
     assert tokenizer.decode(render_chat(tokenizer, PromptParts(turns, (), keeping))) == "why"
+
+
+def test_an_image_in_the_result_of_a_tool_does_not_end_the_conversation(
+    scripted: Scripted, reasoning: LoadedModel
+) -> None:
+    """Agents look at image files, and send what a tool returned again with each later turn."""
+    url = "data:image/png;base64,AA"
+    function = {"type": "function", "id": "a", "function": {"name": "look", "arguments": "{}"}}
+    source = {"type": "base64", "media_type": "image/png", "data": "AA"}
+    called = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    text, image = {"type": "text", "text": "Seen."}, {"type": "image", "source": source}
+    scan = {"type": "document", "source": {**source, "media_type": "application/pdf"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text, image, scan]}
+    item = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    output = [{"type": "input_text", "text": "Seen."}, {"type": "input_image", "image_url": url}]
+    question: dict[str, Any] = {"role": "user", "content": "Look"}
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    bodies: dict[str, tuple[dict[str, Any], str]] = {
+        "chat/completions": (
+            {
+                "messages": [
+                    question,
+                    {"role": "assistant", "tool_calls": [function]},
+                    {"role": "tool", "tool_call_id": "a", "content": [text, picture]},
+                ]
+            },
+            "part image_url",
+        ),
+        "responses": (
+            {"input": [question, item, {"type": "function_call_output", "call_id": "a", "output": output}]},
+            "part input_image",
+        ),
+        "messages": (
+            {
+                "max_tokens": 9,
+                "messages": [
+                    question,
+                    {"role": "assistant", "content": [called]},
+                    {"role": "user", "content": [result]},
+                ],
+            },
+            "block image, block document",
+        ),
+    }
+    with scripted("ok", model=reasoning) as served:
+        for route, (body, omitted) in bodies.items():
+            answer = served.ask("POST", f"/v1/{route}", body)
+            assert answer.status == 200, answer.body
+            assert omitted in answer.headers["x-mycli-omitted"]
+            prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+            assert "Seen.\n[" in prompt and "left out, this model reads text only]" in prompt
+        shown = {**question, "content": [picture]}  # what a user sends is refused: a reply without it would be wrong
+        assert served.ask("POST", "/v1/chat/completions", {"messages": [shown]}).status == 400
 
 
 # As in the templates of Mistral 7B v0.3 and Mistral Small 3.2.
