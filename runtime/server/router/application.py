@@ -129,9 +129,10 @@ async def forward(router: Router, request: Request) -> Response:
     values = parse_body(data)
     keep = keep_alive_of(values) if request.url.path.startswith("/api/") else ()
     slot = router.pool.find(model_of(values))
-    asked = values.get("prompt") or values.get("messages")
-    if keep == (0.0,) and not asked and slot.state == "unloaded" and request.url.path in ("/api/chat", "/api/generate"):
-        return JsonResponse(_unloaded_reply(request.url.path, values))
+    prompted = values.get("prompt") or values.get("messages")
+    path, unloads = request.url.path, keep == (0.0,) and not prompted
+    if unloads and slot.state == "unloaded" and path in ("/api/chat", "/api/generate"):
+        return JsonResponse(_unloaded_reply(path, values))
     return ForwardedResponse(router.pool, slot, request, data, keep)
 
 

@@ -35,8 +35,8 @@ from mycli.runtime.server.routes.wire import (
     chat_logprobs,
     chat_messages,
     chat_tools,
+    non_text_parts,
     strict_tools,
-    unread_parts,
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface
@@ -117,7 +117,7 @@ def completion_spec(body: ChatRequest) -> ChatSpec:
     documents = {} if body.documents is None else {"documents": body.documents}
     verbosity = ["field verbosity"] if body.verbosity in ("low", "high") else []
     results = [message.content for message in body.messages if message.role in ("tool", "function")]
-    unread = [f"part {kind}" for content in results for kind in unread_parts(content)]
+    unread = [f"part {kind}" for content in results for kind in non_text_parts(content)]
     return ChatSpec(
         messages=chat_messages(body.messages),
         sampling=body,

@@ -23,7 +23,7 @@ from mycli.runtime.server.requests.schemas import (
     ToolName,
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec
-from mycli.runtime.server.routes.wire import text_of, unread_note, unread_parts
+from mycli.runtime.server.routes.wire import left_out_note, non_text_parts, text_of
 from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
@@ -214,9 +214,9 @@ def _result_part(part: ContentPart, place: str, omitted: list[str]) -> ContentPa
     except ApiError as error:
         if error.code != "unsupported_content":
             raise
-    if unread_parts([read]):
+    if non_text_parts([read]):
         omitted.append(f"block {part.type}")
-        return ContentPart(type="text", text=unread_note(part.type))
+        return ContentPart(type="text", text=left_out_note(part.type))
     return read
 
 

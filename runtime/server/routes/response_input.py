@@ -10,7 +10,7 @@ from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.requests.schemas import ContentPart
 from mycli.runtime.server.routes.responses_request import InputItem, OutputPart, ResponsesRequest, flat_name
-from mycli.runtime.server.routes.wire import call_fields, text_of, unread_parts
+from mycli.runtime.server.routes.wire import call_fields, non_text_parts, text_of
 from mycli.runtime.tokenizer.chat_template import Message
 
 _RESULTS = (
@@ -47,7 +47,9 @@ class _Conversation:
             self._reasoning += text_of(parts or item.summary or [], f"{place}.content")
         elif kind in _RESULTS:
             content = item.output if isinstance(item.output, list) else None
-            self.omitted += [f"part {kind}" for kind in unread_parts(content) if kind]  # "": printed by a shell command
+            self.omitted += [
+                f"part {kind}" for kind in non_text_parts(content) if kind
+            ]  # "": printed by a shell command
             self._add_result(item.call_id or item.id, _output(item, place))
         elif kind == "mcp_call":
             self._add_call(item.id, item.name, item.arguments)

@@ -23,13 +23,13 @@ def now() -> int:
     return int(time.time())
 
 
-def unread_parts(content: str | Sequence[ContentPart] | None) -> list[str]:
+def non_text_parts(content: str | Sequence[ContentPart] | None) -> list[str]:
     """Return the types of the parts of a tool's result that are no text."""
     parts = () if content is None or isinstance(content, str) else content
     return [part.type for part in parts if part.type not in _TEXT_PARTS]
 
 
-def unread_note(kind: str) -> str:
+def left_out_note(kind: str) -> str:
     """Return the text that stands for a part of a tool's result that is no text."""
     # An agent that has looked at an image sends it again with each later turn: a refusal would end the conversation.
     return f"[{kind}: left out, this model reads text only]"
@@ -47,7 +47,7 @@ def text_of(content: Content, place: str, result: bool = False) -> str:
         field = f"{place}.{index}"
         text = part.refusal if part.type == "refusal" and part.text is None else part.text
         if part.type not in _TEXT_PARTS and result:
-            text = unread_note(part.type)
+            text = left_out_note(part.type)
         elif part.type not in _TEXT_PARTS:
             message = f"{field}.type: {part.type!r} is not supported; this model reads text only"
             raise ApiError(400, message, "unsupported_content", param=f"{field}.type")
