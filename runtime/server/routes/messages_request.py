@@ -128,11 +128,23 @@ class OutputConfig(Strict):
     task_budget: None = None
 
 
+class ThinkingTurns(Strict):
+    """The number of turns whose reasoning is kept; `all` has no value."""
+
+    type: Literal["thinking_turns", "all"]
+    value: int = Field(1, ge=1, le=1 << 14)
+
+
 class ContextEdit(Strict):
-    """An edit of the conversation; only one that changes nothing is accepted."""
+    """Leaves out the reasoning of older turns; other edits are not supported."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
+    keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
+
+    @property
+    def turns(self) -> int | None:
+        """Return the number of turns, from the last one, that keep their reasoning; None for all."""
+        return None if self.keep == "all" or self.keep.type == "all" else self.keep.value
 
 
 class ContextManagement(Strict):
@@ -235,12 +247,28 @@ def _system_text(system: Content) -> str:
     return _BILLING.sub("", text_of(system, "system"))
 
 
+def _cleared_messages(body: CountRequest) -> set[int]:
+    # The indices of messages whose reasoning is left out. A turn begins with a message that has no tool results.
+    edits = [] if body.context_management is None else body.context_management.edits
+    kept = min((edit.turns for edit in edits if edit.turns is not None), default=len(body.messages))
+    turns, begun, cleared = 0, False, set()
+    for index, message in reversed(list(enumerate(body.messages))):
+        types = [] if isinstance(message.content, str) else [block.type for block in message.content]
+        if message.role == "user" and not set(types) & set(_RESULTS):
+            begun = False
+        elif "thinking" in types:
+            turns, begun = turns + (not begun), True
+            cleared |= {index} if turns > kept else set()
+    return cleared
+
+
 def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     """Return the messages of a conversation, and the types of blocks that were left out. Raises ApiError."""
     # Templates expect a tool result as a message of its own.
     messages = [] if body.system is None else [Message("system", _system_text(body.system))]
     names: dict[str, str] = {}  # of called tools, by call id
     omitted: list[str] = []
+    cleared = _cleared_messages(body)
     for index, message in enumerate(body.messages):
         place = f"messages.{index}.content"
         blocks: Sequence[MessageBlock] = (
@@ -258,7 +286,7 @@ def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
                 name = names.get(block.tool_use_id, "")
                 messages.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
             elif block.type == "thinking":
-                thinking += block.thinking or ""
+                thinking += "" if index in cleared else block.thinking or ""
             elif block.type in _SERVER_BLOCKS or block.type.endswith(_SERVER_SUFFIX):
                 omitted.append(f"block {block.type}")
             else:

@@ -168,6 +168,34 @@ def test_documents_that_are_no_text_are_refused(source: Any) -> None:
         spec({"role": "user", "content": [{"type": "document", "source": source}]})
 
 
+@pytest.mark.parametrize(
+    ("keep", "reasoning"),
+    [
+        ("all", ["one", "two", "three", "four"]),
+        ({"type": "all"}, ["one", "two", "three", "four"]),
+        ({"type": "thinking_turns", "value": 2}, ["", "two", "three", "four"]),
+        ({"type": "thinking_turns", "value": 1}, ["", "", "", "four"]),
+        (None, ["", "", "", "four"]),
+    ],
+    ids=["all", "all-turns", "two", "one", "default"],
+)
+def test_the_reasoning_of_older_turns_is_left_out(keep: Any, reasoning: list[str]) -> None:
+    """Claude Code asks for it after an hour without a request."""
+
+    def thinks(text: str, *blocks: Any) -> Any:
+        said = {"type": "text", "text": "Hm."}
+        return {"role": "assistant", "content": [{"type": "thinking", "thinking": text}, said, *blocks]}
+
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "A dog."}
+    reminder = {"type": "text", "text": "Be brief."}
+    messages = [ASK, thinks("one"), ASK, thinks("two", CALL), {"role": "user", "content": [result, reminder]}]
+    edit = {"type": "clear_thinking_20251015", **({} if keep is None else {"keep": keep})}
+    edited = {"context_management": {"edits": [edit]}}
+    for asked in (spec, counted):
+        found = asked(*messages, thinks("three"), ASK, thinks("four"), ASK, **edited)
+        assert [message.reasoning for message in found.messages if message.role == "assistant"] == reasoning
+
+
 def test_options_of_the_reply() -> None:
     asked = spec(
         temperature=0.5,
