@@ -70,7 +70,7 @@ def render_chat(
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
     systems = [message for message in messages if message.role == "system"]
     others = [message for message in messages if message.role != "system"]
-    content = "\n\n".join(message.content for message in systems)
+    content = "\n\n".join(message.content for message in systems if message.content)
     return [*([replace(systems[0], content=content)] if systems else []), *others]
 
 
