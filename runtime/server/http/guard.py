@@ -92,7 +92,8 @@ class Guard:
         headers = Headers(scope=scope)
         sent = headers.get("x-request-id", "")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
-        scope["path"] = scope["path"].rstrip("/") or "/"  # base URLs with a slash at the end; "/v1/models/" is no model
+        if not scope["path"].startswith(PAGE_FILES):  # addresses with a slash at the end; "/v1/models/" names no model
+            scope["path"] = scope["path"].rstrip("/") or "/"
         state = scope["state"]
         state["request_id"] = request_id
         status, started = 0, False
