@@ -250,7 +250,7 @@ def _system_text(system: Content) -> str:
 def _cleared_messages(body: CountRequest) -> set[int]:
     # The indices of messages whose reasoning is left out. A turn begins with a message that has no tool results.
     edits = [] if body.context_management is None else body.context_management.edits
-    kept = min((edit.turns for edit in edits if edit.turns is not None), default=len(body.messages))
+    keep = min((edit.turns for edit in edits if edit.turns is not None), default=len(body.messages))
     turns, begun, cleared = 0, False, set()
     for index, message in reversed(list(enumerate(body.messages))):
         types = [] if isinstance(message.content, str) else [block.type for block in message.content]
@@ -258,7 +258,7 @@ def _cleared_messages(body: CountRequest) -> set[int]:
             begun = False
         elif "thinking" in types:
             turns, begun = turns + (not begun), True
-            cleared |= {index} if turns > kept else set()
+            cleared |= {index} if turns > keep else set()
     return cleared
 
 
