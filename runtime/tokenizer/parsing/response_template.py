@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.tokenizer.parsing.python_calls import parse_python_calls
 from mycli.runtime.utils.json_fields import Fields, strict_json
 
 MAX_PATTERN = 256  # characters
 MAX_ANCHOR = 512  # characters that a pattern may match and a stream holds back
 MAX_REPEATS = 4  # in a pattern: its work is at most MAX_ANCHOR to this power
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
-_CONTENTS = ("text", "json", "xml-inline", "kv-lines")
+_CONTENTS = ("text", "json", "xml-inline", "kv-lines")  # of a model's template; `parse_content` reads two more
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
     """Parse `text` of the content type `kind`. Raises ValueError."""
     if kind == "json":
         return _json(text, arguments)
+    if kind == "json-by-name":
+        return [{"name": name, "arguments": value} for item in _json(text, arguments) for name, value in item.items()]
+    if kind == "python-calls":
+        return parse_python_calls(text)
     if kind == "xml-inline":
         return _xml(text, arguments)
     if kind == "kv-lines":
@@ -96,22 +101,24 @@ def _value(text: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _json(text: str, arguments: Mapping[str, Any]) -> Any:
-    # JSON with the variations that some models write: other string delimiters and unquoted keys.
+    # JSON with the variations that some models write: other string delimiters, unquoted keys and Python's None.
+    delimiters = arguments.get("string_delims", ())
+    if delimiters and ("\x01" in text or "\x02" in text):
+        raise ValueError("a character that stands for strings")
     captured: list[str] = []
-    for opening, closing in arguments.get("string_delims", ()):
-        parts = text.split(opening) if opening == closing else None
-        if parts is not None:
-            captured += parts[1::2]
-            marks = iter(range(len(captured) - len(parts[1::2]), len(captured)))
-            text = "".join(part if index % 2 == 0 else f"\x01{next(marks)}\x02" for index, part in enumerate(parts))
-            continue
-        while (begin := text.find(opening)) >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
-            captured.append(text[begin + len(opening) : end])
-            text = f"{text[:begin]}\x01{len(captured) - 1}\x02{text[end + len(closing) :]}"
+    for opening, closing in delimiters:
+
+        def capture(match: re.Match[str]) -> str:
+            captured.append(match[1])
+            return f"\x01{len(captured) - 1}\x02"
+
+        text = re.sub(f"{re.escape(opening)}(.*?){re.escape(closing)}", capture, text, flags=re.DOTALL)
+    if arguments.get("python_none"):
+        text = re.sub(r"\bNone\b(?!\s*:)", "null", text)
     if arguments.get("unquoted_keys"):
-        text = re.sub(r"(?<=[{,])\s*(\w+):", r'"\1":', text)
-    for index, value in enumerate(captured):
-        text = text.replace(f"\x01{index}\x02", json.dumps(value))
+        text = re.sub(r"(?<=[{,])\s*([\w.$-]+):", r'"\1":', text)
+    if delimiters:
+        text = re.sub("\x01(\\d+)\x02", lambda match: json.dumps(captured[int(match[1])]), text)
     try:
         return strict_json(text.strip().encode())
     except ValueError:

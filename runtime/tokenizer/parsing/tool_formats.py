@@ -1,4 +1,4 @@
-"""Formats of tool calls on the hub (Hermes, Qwen, Llama 3, Mistral, Granite, GLM, DeepSeek, FunctionGemma).
+"""Formats of tool calls on the hub.
 
 A model's format is recognized by strings in its chat template, unless tokenizer_config.json has a `response_template`.
 """
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 _CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _LLAMA = {"name": "{content.name}", "arguments": "{content.parameters}"}
-_EACH = {"name": "{name}", "arguments": "{arguments}"}
+_EACH = {"name": "{name}", "arguments": "{arguments}"}  # of each object in a list
+_COHERE = {"name": "{tool_name}", "arguments": "{parameters}"}  # likewise
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 _NAME = r"(?P<name>[\w.:/-]+)"
+_PARAMETER = ("<parameter=", ">", "", "</parameter>")
+_HARMONY_TYPE = r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"  # of the arguments, mostly json
 
 _TOOLS_PROMPT = (
     "You may call these tools:\n{tools}\nTo call one, write exactly:\n"
@@ -57,9 +60,11 @@ def _call(
     arguments: Mapping[str, Any] | None = None,
     transform: Mapping[str, str] = _NAMED,
 ) -> tuple[Region, ...]:
-    return (Region("tool_calls", start, end, content, arguments or {}, transform, transform_each=transform is _EACH),)
+    each = transform in (_EACH, _COHERE)
+    return (Region("tool_calls", start, end, content, arguments or {}, transform, transform_each=each),)
 
 
+_LFM = _call(literal("<|tool_call_start|>"), literal("<|tool_call_end|>"), "python-calls", transform=_EACH)
 HERMES = ToolFormat(
     "hermes",
     ("<tool_call>",),
@@ -69,14 +74,53 @@ HERMES = ToolFormat(
 # The first format whose markers all occur wins, so formats with more markers precede those with a subset.
 TOOL_FORMATS = (
     ToolFormat(
+        "seed",
+        ("<seed:tool_call>", "<function="),
+        _call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", {"tag": _PARAMETER}),
+        ignored=("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    ToolFormat(
         "qwen-xml",
         ("<function=", "<parameter="),
-        _call(
-            pattern(rf"<tool_call>\s*<function={_NAME}>", "<tool_call>"),
-            pattern(r"</function>\s*</tool_call>", "</function>"),
-            "xml-inline",
-            {"tag": ("<parameter=", ">", "", "</parameter>")},
+        (
+            *_call(
+                pattern(rf"<tool_call>\s*<function={_NAME}>", "<tool_call>"),
+                pattern(r"</function>\s*</tool_call>", "</function>"),
+                "xml-inline",
+                {"tag": _PARAMETER},
+            ),
+            # Qwen3-Coder often leaves out the first mark; vLLM and SGLang read such calls as well.
+            *_call(
+                pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", {"tag": _PARAMETER}
+            ),
         ),
+        ignored=("</tool_call>",),
+    ),
+    ToolFormat(
+        "hunyuan-3",
+        ("<tool_call{}>", "<tool_sep{}>"),  # the template adds a suffix to every mark
+        tuple(
+            region
+            for suffix in ("", ":opensource")
+            for region in _call(
+                pattern(rf"<tool_call{suffix}>\s*{_NAME}<tool_sep{suffix}>", f"<tool_call{suffix}>"),
+                literal(f"</tool_call{suffix}>"),
+                "xml-inline",
+                {"tag": (f"<arg_key{suffix}>", f"</arg_key{suffix}>", f"<arg_value{suffix}>", f"</arg_value{suffix}>")},
+            )
+        ),
+        ignored=("<tool_calls>", "</tool_calls>", "<tool_calls:opensource>", "</tool_calls:opensource>"),
+    ),
+    ToolFormat(
+        "minimax",
+        ("<minimax:tool_call>", "<invoke name="),
+        _call(
+            pattern(rf'<invoke name="?{_NAME}"?>', "<invoke name="),
+            literal("</invoke>"),
+            "xml-inline",
+            {"tag": ('<parameter name="', '">', "", "</parameter>")},
+        ),
+        ignored=("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
     ToolFormat(
         "glm",
@@ -91,7 +135,8 @@ TOOL_FORMATS = (
     ToolFormat(
         "mistral-named",
         ("[TOOL_CALLS]", "[ARGS]"),
-        _call(pattern(rf"\[TOOL_CALLS\]\s*{_NAME}\s*\[ARGS\]", "[TOOL_CALLS]")),
+        # Mistral Small 3.2 writes an id between the two.
+        _call(pattern(rf"\[TOOL_CALLS\]\s*{_NAME}\s*(?:\[CALL_ID\]\s*\w*\s*)?\[ARGS\]", "[TOOL_CALLS]")),
     ),
     ToolFormat("mistral", ("[TOOL_CALLS]",), _call(literal("[TOOL_CALLS]"), transform=_EACH)),
     ToolFormat("granite", ("<|tool_call|>",), _call(literal("<|tool_call|>"), transform=_EACH)),
@@ -121,6 +166,88 @@ TOOL_FORMATS = (
             literal("<end_function_call>"),
             arguments={"string_delims": [["<escape>", "<escape>"]], "unquoted_keys": True},
         ),
+    ),
+    ToolFormat(
+        "gemma-4",
+        ("<|tool_call>call:",),
+        _call(
+            pattern(rf"<\|tool_call>call:{_NAME}(?=\{{)", "<|tool_call>"),
+            literal("<tool_call|>"),
+            arguments={"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True, "python_none": True},
+        ),
+    ),
+    ToolFormat(
+        "kimi-k2",
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        _call(
+            pattern(
+                r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w./-]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+                "<|tool_call_begin|>",
+            ),
+            literal("<|tool_call_end|>"),
+        ),
+        ignored=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    ToolFormat(
+        "harmony",
+        ("<|channel|>commentary", "functions."),
+        (
+            *_call(
+                pattern(
+                    rf"<\|channel\|>(?:commentary|analysis) to=(?:functions\.)?{_NAME}{_HARMONY_TYPE}",
+                    "<|channel|>",
+                ),
+                literal("<|call|>"),
+            ),
+            *_call(
+                pattern(
+                    rf" to=functions\.{_NAME}<\|channel\|>(?:commentary|analysis){_HARMONY_TYPE}",
+                    " to=functions.",
+                ),
+                literal("<|call|>"),
+            ),
+        ),
+    ),
+    ToolFormat(
+        "solar-open",
+        ("<|tool_call:begin|>", "<|tool_call:args|>"),
+        _call(
+            pattern(
+                rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>", "<|tool_call:begin|>"
+            ),
+            literal("<|tool_call:end|>"),
+        ),
+        ignored=("<|tool_calls|>",),
+    ),
+    ToolFormat(
+        "cohere",
+        ("<|START_ACTION|>", '"tool_name":'),
+        _call(literal("<|START_ACTION|>"), literal("<|END_ACTION|>"), transform=_COHERE),
+    ),
+    ToolFormat("nemotron", ("<TOOLCALL>",), _call(literal("<TOOLCALL>"), literal("</TOOLCALL>"), transform=_EACH)),
+    ToolFormat(
+        "apertus",
+        ("<|tools_prefix|>",),
+        _call(literal("<|tools_prefix|>"), literal("<|tools_suffix|>"), "json-by-name", transform=_EACH),
+    ),
+    # Neither template writes the calls of a message.
+    ToolFormat("lfm2", ("<|tool_list_start|>",), _LFM),
+    ToolFormat("lfm2.5", ("List of tools: [",), _LFM),
+    ToolFormat(
+        "olmo-3",
+        ("<function_calls>",),
+        _call(literal("<function_calls>"), literal("</function_calls>"), "python-calls", transform=_EACH),
+    ),
+    ToolFormat(
+        "gigachat",
+        ("<|role_sep|>", "function call"),
+        _call(literal("function call<|role_sep|>\n", "<|function_call|>"), literal("<|message_sep|>"), transform=_CALL),
+        ignored=("<|message_sep|>\n\n",),
+    ),
+    ToolFormat(
+        "list",
+        ("<tool_calls>[",),
+        _call(literal("<tool_calls>"), literal("</tool_calls>"), transform=_EACH),
     ),
     HERMES,
     ToolFormat(

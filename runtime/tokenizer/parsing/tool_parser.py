@@ -12,6 +12,7 @@ from typing import Any
 
 from mycli.runtime.tokenizer.chat_template import Tool
 from mycli.runtime.tokenizer.parsing.argument_stream import ArgumentStream, head_pattern
+from mycli.runtime.tokenizer.parsing.python_calls import parse_python
 from mycli.runtime.tokenizer.parsing.response_template import Region
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.utils.json_fields import strict_json
@@ -68,13 +69,24 @@ def _as_integer(text: str) -> int:
     return int(value)
 
 
+def _as_literal(text: str, kind: type) -> Any:
+    # Templates of Qwen and Seed-OSS write lists and objects of earlier calls as Python does, and so do the models.
+    try:
+        return _as_json(text, kind)
+    except ValueError:
+        value = parse_python(text)
+    if not isinstance(value, kind):
+        raise ValueError(text)
+    return value
+
+
 _CASTS: Mapping[str, Callable[[str], Any]] = {
     "integer": _as_integer,
     "number": lambda text: _as_json(text, int, float),
     "boolean": lambda text: _as_json(text.lower(), bool),
     "null": lambda text: _as_json(text.lower().replace("none", "null"), type(None)),
-    "object": lambda text: _as_json(text, dict),
-    "array": lambda text: _as_json(text, list),
+    "object": lambda text: _as_literal(text, dict),
+    "array": lambda text: _as_literal(text, list),
 }
 
 
@@ -159,8 +171,6 @@ class ToolParser:
                 self._open(self._format.regions[0], {}, "")
                 return True
             self._begun = True
-        for ignored in self._format.ignored:
-            self._text = self._text.replace(ignored, "")
         decided, best = len(self._text), None
         for region in self._format.regions:
             match, until = region.open.find(self._text, 0, final)
@@ -169,7 +179,7 @@ class ToolParser:
             decided = min(decided, until)
         if best is not None and best[1].start() <= decided:
             region, match = best
-            self._emit(items, self._text[: match.start()])
+            self._emit(items, self._without_ignored(self._text[: match.start()]))
             self._text = self._text[match.end() :]
             captures = {key: value for key, value in match.groupdict().items() if value is not None}
             self._open(region, captures, match[0])
@@ -177,9 +187,14 @@ class ToolParser:
         for ignored in () if final else self._format.ignored:  # the end may be the start of an ignored marker
             lengths = range(len(ignored) - 1, 0, -1)
             decided -= next((n for n in lengths if self._text[:decided].endswith(ignored[:n])), 0)
-        self._emit(items, self._text[:decided])
+        self._emit(items, self._without_ignored(self._text[:decided]))
         self._text = self._text[decided:]
         return False
+
+    def _without_ignored(self, text: str) -> str:
+        for ignored in self._format.ignored:
+            text = text.replace(ignored, "")
+        return text
 
     def _open(self, region: Region, captures: Mapping[str, str], opening: str) -> None:
         self._region, self._captures, self._opening, self._begun = region, captures, opening, True

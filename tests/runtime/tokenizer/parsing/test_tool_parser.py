@@ -11,7 +11,13 @@ from transformers.utils.chat_parsing import parse_response
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
-from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, TOOL_FORMATS, declared_tool_format, find_tool_format
+from mycli.runtime.tokenizer.parsing.tool_formats import (
+    HERMES,
+    TOOL_FORMATS,
+    ToolFormat,
+    declared_tool_format,
+    find_tool_format,
+)
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
@@ -74,6 +80,77 @@ WRITTEN: dict[str, tuple[str, list[Any]]] = {
         '<start_function_call>call:f{a:1,b:<escape>x "q", {y:1}<escape>}<end_function_call>',
         [("f", {"a": 1, "b": 'x "q", {y:1}'})],
     ),
+    "seed": (
+        "Hi\n<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n<parameter=b>007</parameter>\n"
+        "<parameter=d>['x', None]</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>",
+        ["Hi", ("f", {"a": 1, "b": "007", "d": ["x", None]}), ("f", {})],
+    ),
+    "hunyuan-3": (
+        "<tool_calls:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n<arg_key:opensource>b"
+        "</arg_key:opensource>\n<arg_value:opensource>007</arg_value:opensource>\n</tool_call:opensource>\n"
+        "<tool_call:opensource>f<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+        [("f", {"b": "007"}), ("f", {})],
+    ),
+    "minimax": (
+        '\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n<parameter name="b">x <y>'
+        '</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+        [("f", {"a": 1, "b": "x <y>"}), ("f", {})],
+    ),
+    "gemma-4": (
+        '<|tool_call>call:f{a:1,b:<|"|>x "q", {y:1}<|"|>,c:None,user-id:{k:[true,None]}}<tool_call|>'
+        "<|tool_call>call:f{}<tool_call|>",
+        [("f", {"a": 1, "b": 'x "q", {y:1}', "c": None, "user-id": {"k": [True, None]}}), ("f", {})],
+    ),
+    "kimi-k2": (
+        "ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        ["ok", ("f", {"a": 1}), ("f", {})],
+    ),
+    "harmony": (
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+        ' to=functions.f<|channel|>commentary json<|message|>{"a": 2}<|call|>',
+        [("f", {"a": 1}), ("f", {"a": 2})],
+    ),
+    "solar-open": (
+        '<|tool_calls|><|tool_call:begin|>x1<|tool_call:name|>f<|tool_call:args|>{"a": 1}<|tool_call:end|>'
+        "<|tool_call:begin|>x2<|tool_call:name|>f<|tool_call:args|>{}<|tool_call:end|>",
+        [("f", {"a": 1}), ("f", {})],
+    ),
+    "cohere": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>',
+        [("f", {"a": 1}), ("f", {})],
+    ),
+    "nemotron": (
+        'Hi<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]</TOOLCALL>',
+        ["Hi", ("f", {"a": 1}), ("f", {})],
+    ),
+    "apertus": (
+        '<|tools_prefix|>[{"f": {"a": 1}}, {"f": {}}]<|tools_suffix|>',
+        [("f", {"a": 1}), ("f", {})],
+    ),
+    "lfm2": (
+        '<|tool_call_start|>[f(a=1, b=\'x "y"\', d=[\'p\', {"k": null}]), f(c=True, b="")]<|tool_call_end|>Done.',
+        [("f", {"a": 1, "b": 'x "y"', "d": ["p", {"k": None}]}), ("f", {"c": True, "b": ""}), "Done."],
+    ),
+    "lfm2.5": (
+        '<|tool_call_start|>[{"name": "f", "arguments": {"a": 1}}]<|tool_call_end|>',
+        [("f", {"a": 1})],
+    ),
+    "olmo-3": (
+        'Hi <function_calls>\nf(a=1, b="it\'s (x)")\nf()\n</function_calls>',
+        ["Hi", ("f", {"a": 1, "b": "it's (x)"}), ("f", {})],
+    ),
+    "gigachat": (
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}<|message_sep|>',
+        [("f", {"a": 1})],
+    ),
+    "list": (
+        '\n<tool_calls>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]</tool_calls>',
+        [("f", {"a": 1}), ("f", {})],
+    ),
     "llama": ('{"name": "f", "parameters": {"a": "1"}}', [("f", {"a": 1})]),
 }
 
@@ -103,7 +180,7 @@ def test_calls_are_read_however_they_are_cut(name: str, step: int) -> None:
 
 # To the end of a reply these formats have a list of calls.
 @pytest.mark.parametrize("step", [1, 10_000])
-@pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"mistral", "granite"}))
+@pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"mistral", "granite", "lfm2"}))
 def test_blanks_around_text_after_a_call_are_dropped(name: str, step: int) -> None:
     text, expected = WRITTEN[name]
     assert parse(BY_NAME[name], text + "\n\n after it\n", step) == [*expected, "after it"]
@@ -111,6 +188,45 @@ def test_blanks_around_text_after_a_call_are_dropped(name: str, step: int) -> No
 
 def test_every_format_is_written_here() -> None:
     assert set(WRITTEN) == set(BY_NAME)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
+def test_no_format_hides_another(form: ToolFormat) -> None:
+    assert find_tool_format("tools " + " ".join(form.template_markers)) is form
+
+
+@pytest.mark.parametrize("step", [1, 3, 10_000])
+@pytest.mark.parametrize(
+    "name, text, expected",
+    [
+        ("mistral-named", '[TOOL_CALLS]f[CALL_ID]abcdefgh0[ARGS]{"a": 1}', [("f", {"a": 1})]),  # Small 3.2
+        (  # Qwen3-Coder leaves out the first mark
+            "qwen-xml",
+            "Hi\n<function=f>\n<parameter=b>\nx </tool_call> y\n</parameter>\n</function>\n</tool_call>",
+            ["Hi", ("f", {"b": "x </tool_call> y"})],
+        ),
+        (  # marks without a meaning stay where they are part of an argument
+            "minimax",
+            '<invoke name="f"><parameter name="b"></minimax:tool_call></parameter></invoke></minimax:tool_call>',
+            [("f", {"b": "</minimax:tool_call>"})],
+        ),
+        ("hunyuan-3", "<tool_calls><tool_call>f<tool_sep></tool_call></tool_calls>", [("f", {})]),  # the preview
+        ("gigachat", '<|function_call|>{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),  # 3.1
+        (
+            "harmony",
+            "<|channel|>analysis to=functions.f code<|message|>{}<|call|>",
+            [("f", {})],
+        ),
+        (
+            "gemma-4",
+            '<|tool_call>call:f{b:<|"|>\x010\x02<|"|>}<tool_call|>',
+            ['<|tool_call>call:f{b:<|"|>\x010\x02<|"|>}<tool_call|>'],
+        ),
+        ("lfm2", "<|tool_call_start|>[f(a=b)]<|tool_call_end|>", ["<|tool_call_start|>[f(a=b)]<|tool_call_end|>"]),
+    ],
+)
+def test_variants_that_models_write(name: str, text: str, expected: list[Any], step: int) -> None:
+    assert parse(BY_NAME[name], text, step) == expected
 
 
 MALFORMED = {
