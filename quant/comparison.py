@@ -21,6 +21,7 @@ from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.parsing.reasoning_parser import prompt_end, reasoning_format
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     ToolFormat,
@@ -32,7 +33,6 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 _RESAMPLES = 2000
 
-_PROMPT_END = 16  # tokens at the end of a prompt that may open a reasoning block; no tag is longer
 Calls = tuple[tuple[str, str], ...]
 CallChange = Literal["none", "same", "changed", "lost", "new"]
 
@@ -83,9 +83,14 @@ def read_reply(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], tools: Sequence[Tool], syntax: ToolFormat
 ) -> tuple[str, Calls]:
     """Return the text of a reply without reasoning, and name and canonical arguments of its calls."""
-    opened = b"".join(map(tokenizer.token_bytes, prompt[-_PROMPT_END:])).decode("utf-8", "replace")
     parser = ToolParser(syntax, tools) if tools else None
-    reader = ReplyReader(tokenizer, prompt_end=opened, tools=parser, tool_format=syntax if tools else None)
+    reader = ReplyReader(
+        tokenizer,
+        prompt_end=prompt_end(tokenizer, prompt),
+        reasoning=reasoning_format(tokenizer),
+        tools=parser,
+        tool_format=syntax if tools else None,
+    )
     piece = reader.feed(SequenceOutput(0, tuple(tokens), finish_reason="stop"))
     return piece.content, tuple((call.name, _canonical(call.arguments)) for call in piece.calls)
 

@@ -16,7 +16,7 @@ from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
-from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
+from mycli.runtime.tokenizer.parsing.reasoning_parser import THINK, Part, ReasoningParser, prompt_end, reasoning_format
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens left for a reply when old turns are dropped, at most a quarter of the context
-PROMPT_END = 16  # tokens at the end of the prompt that may open a reasoning tag; no tag is longer
 
 
 def thinking(template: ChatTemplate, enabled: bool) -> dict[str, bool]:
@@ -80,6 +79,7 @@ class Chat:
                 stops=self.stops,
                 grammar=self._grammar(prompt),
                 deadline=self.deadline,
+                shown=reasoning_format(self.loaded.model.tokenizer).marks,
             )
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))
@@ -146,22 +146,27 @@ class Chat:
         return self.tokens()
 
     def _stream(self, reply: "Completion", prompt: list[int]) -> str:
-        parser = ReasoningParser(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
-        pieces: list[str] = []
+        tokenizer = self.loaded.model.tokenizer
+        form = reasoning_format(tokenizer)
+        parser = ReasoningParser(prompt_end(tokenizer, prompt), form)
+        parts: list[Part] = []
         stream = iter(reply)
         out, loaded = self.call.out, self.loaded
         with _Display(self) as display:
             try:
                 for piece in out.while_reading(stream, len(prompt), lambda: loaded.engine.tokens_read):
-                    pieces.append(piece)
-                    display.add(parser.feed(piece))
+                    parts += (arrived := parser.feed(piece))
+                    display.add(arrived)
             except KeyboardInterrupt:
                 stream.close()  # type: ignore[attr-defined]  # a generator: closing it frees the sequence
                 self.call.out.note("(stopped)")
-            display.add(parser.flush())
+            parts += (rest := parser.flush())
+            display.add(rest)
         if reply.finish_reason == "context":
             self.call.out.warn("the reply stopped because the context is full; /undo or /clear frees it")
-        return "".join(pieces)
+        if form is not THINK:  # templates remove <think> blocks of earlier replies, but render other marks as text
+            parts = [part for part in parts if not part.reasoning and not part.mark]
+        return "".join(part.text for part in parts)
 
     def statistics(self, reply: "Completion") -> str:
         timing, engine = reply.timing, self.loaded.engine
@@ -191,6 +196,8 @@ class _Display:
     def add(self, parts: Iterable[Part]) -> None:
         for part in parts:
             if self._out.json_mode:  # the JSON object is printed at the end
+                continue
+            if part.mark and not part.reasoning:
                 continue
             if part.reasoning or not self._markdown:
                 self._out.stream(part.text, raw=self._escapes, dim=part.reasoning)

@@ -9,6 +9,7 @@ from mycli.runtime.engine.replies.opened_model import DEFAULT_MAX_TOKENS, Opened
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.parsing.reasoning_parser import reasoning_format
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.replies.completion import Completion
@@ -88,6 +89,7 @@ class Generator:
             recorded=None if recorded is None else recorded[0],
             seed=None if recorded is None else recorded[1],
             beams=self.beams,
+            shown=() if self.raw else reasoning_format(self.loaded.model.tokenizer).marks,
         )
 
     def _reasoning(self, prompt: Sequence[int]) -> "Grammar | None":

@@ -29,6 +29,7 @@ from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.parsing.reasoning_parser import ReasoningFormat, find_reasoning_format
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     ToolFormat,
@@ -110,6 +111,10 @@ class Service(ServerState):
     @cached_property
     def tool_format(self) -> ToolFormat:
         return model_tool_format(self.loaded.tokenizer.response_template, self._template) or HERMES
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat:
+        return find_reasoning_format(self._template)
 
     @property
     def compiler(self) -> GrammarCompiler:

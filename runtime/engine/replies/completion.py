@@ -41,11 +41,13 @@ class Completion:
         recorded: "RecordedReply | None" = None,
         seed: int | None = None,
         beams: BeamOptions | None = None,
+        shown: Sequence[str] = (),
     ) -> None:
         """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
 
         `deadline`: seconds after which the reply is to end, None for any time; `recorded`: where the reply is recorded
-        and perhaps began, with the random numbers of `seed`.
+        and perhaps began, with the random numbers of `seed`; `shown`: control tokens in
+        these texts are part of the text.
         """
         start = None if recorded is None or seed is None else recorded.start(seed)
         self.request = Request(
@@ -68,7 +70,7 @@ class Completion:
         self.error: UserError | None = None
         self.timing = Timing(prompt=len(prompt))
         self._engine = engine
-        self._reader = ReplyReader(loaded.tokenizer, stops)
+        self._reader = ReplyReader(loaded.tokenizer, stops, shown=shown)
 
     def fail(self, error: UserError) -> None:
         self.error, self.finish_reason = error, "error"

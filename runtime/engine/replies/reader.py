@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and most replies need no pa
     from torch import Tensor
 
     from mycli.runtime.sampling.logprobs import TokenLogprob
-    from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
+    from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningFormat, ReasoningParser
     from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
     from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 
@@ -93,19 +93,24 @@ class ReplyReader:
         index: int = 0,
         *,
         prompt_end: str | None = None,
+        reasoning: "ReasoningFormat | None" = None,
         tools: "ToolParser | None" = None,
         tool_format: "ToolFormat | None" = None,
+        shown: Sequence[str] = (),
     ) -> None:
         """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
 
-        `tools` parses calls written in `tool_format`. Raises UsageError for too many or too long stop strings.
+        `reasoning`: its marks, None for <think>. `tools` parses calls written in `tool_format`; `shown`: control
+        tokens in these texts are text. Raises UsageError for too many or too long stop strings.
         """
         self.index = index
-        marks, self._reasoning = list[str](), None
+        marks, self._reasoning = list(shown), None
         if prompt_end is not None:
-            from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, ReasoningParser
+            from mycli.runtime.tokenizer.parsing.reasoning_parser import THINK, ReasoningParser
 
-            marks, self._reasoning = [OPEN, CLOSE], ReasoningParser(prompt_end)
+            reasoning = reasoning or THINK
+            marks, self._reasoning = [*marks, *reasoning.marks], ReasoningParser(prompt_end, reasoning)
+            self._opening = reasoning.open
         if tool_format is not None:
             marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
@@ -177,7 +182,7 @@ class ReplyReader:
         for item in self._parse(self._reasoning, text, ended):
             if isinstance(item, Part):
                 self._reasoned = True
-                reasoning += self._without_tags(item.text)
+                reasoning += self._thought(item)
             elif isinstance(item, str):
                 if self._reasoned and not self._content_begun:
                     item = item.lstrip()  # the blank line between reasoning and content
@@ -194,6 +199,8 @@ class ReplyReader:
         for part in reasoning.feed(text) + (reasoning.flush() if ended else []):
             if part.reasoning:
                 yield part
+            elif part.mark:
+                continue
             elif self._tools is None:
                 yield part.text
             else:
@@ -201,11 +208,9 @@ class ReplyReader:
         if self._tools is not None and ended:
             yield from self._tools.flush()
 
-    def _without_tags(self, text: str) -> str:
-        from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
-
-        text = text.removesuffix(CLOSE)
-        if not self._reasoning_begun:
-            text = text.lstrip().removeprefix(OPEN).lstrip()
+    def _thought(self, part: "Part") -> str:
+        if part.mark:  # a later thought of a reply begins on a line of its own
+            return "\n" if self._reasoning_begun and part.text.endswith(self._opening) else ""
+        text = part.text if self._reasoning_begun else part.text.lstrip()
         self._reasoning_begun = self._reasoning_begun or bool(text)
         return text

@@ -253,9 +253,12 @@ class GrammarCompiler:
         return Reasoning(opening, closing, prelude.opened, prelude.budget)
 
     def _spelled(self, text: str) -> Symbols:
-        if text in self._control:
-            return self._symbols.symbols(self._control[text])
-        return tuple(text.encode())
+        pieces = self._rules.pieces(text)
+        return tuple(
+            symbol
+            for piece in pieces
+            for symbol in (piece.encode() if isinstance(piece, str) else self._symbols.symbols(piece))
+        )
 
 
 class Grammar:

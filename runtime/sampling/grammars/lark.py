@@ -36,26 +36,37 @@ class LarkRules:
     def __init__(self, control: Mapping[str | None, int]) -> None:
         self.control = control
 
-    def literal(self, text: str) -> str:
-        """Return a text as a sequence of strings and control tokens."""
-        # Control tokens are written by id: their characters would match ordinary tokens.
-        pieces, rest = [], text
+    def pieces(self, text: str) -> list[str | int]:
+        """Split a text into ordinary text and the ids of control tokens."""
+        pieces, rest = list[str | int](), text
         while rest:
             places = [(at, -len(token), token) for token in self.control if token and (at := rest.find(token)) >= 0]
             at, _, token = min(places, default=(len(rest), 0, ""))
             if at:
-                pieces.append(json.dumps(rest[:at], ensure_ascii=False))
+                pieces.append(rest[:at])
             if token:
-                pieces.append(f"<[{self.control[token]}]>")
+                pieces.append(self.control[token])
             rest = rest[at + len(token) :]
-        return " ".join(pieces)
+        return pieces
+
+    def literal(self, text: str) -> str:
+        """Return a text as a sequence of strings and control tokens."""
+        # Control tokens are written by id: their characters would match ordinary tokens.
+        return " ".join(
+            json.dumps(piece, ensure_ascii=False) if isinstance(piece, str) else f"<[{piece}]>"
+            for piece in self.pieces(text)
+        )
+
+    def plain(self, text: str) -> bool:
+        """Return whether a text has no control token."""
+        return all(isinstance(piece, str) for piece in self.pieces(text))
 
     def texts(self, prelude: Prelude | None, mark: str = "") -> str:
         """Return the terminals FIRST, text at the beginning of an answer, and MORE, later text, both without `mark`."""
         # An opening tag that is not a control token could also be parsed as the beginning of the text, so FIRST
         # excludes it.
         first, more = "/[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/", "/(.|\\n)+/"
-        if prelude is not None and prelude.open not in self.control:
+        if prelude is not None and self.plain(prelude.open):
             first += f" & ~(/[ \\t\\r\\n]*/ {json.dumps(prelude.open)} /(.|\\n)*/)"
         if mark and mark not in self.control:
             without = f" & ~(/(.|\\n)*/ {json.dumps(mark)} /(.|\\n)*/)"
@@ -69,7 +80,7 @@ class LarkRules:
         first, *rest = grammars_of(source)
         body = [{**first, "name": "body"}, *rest]
         close = self.literal(prelude.close)
-        if prelude.close in self.control:
+        if not self.plain(prelude.close):
             rules = f"thought: TEXT? {close}\nTEXT: /(.|\\n)+/"
         else:
             rules = f"thought[suffix={json.dumps(prelude.close)}]: /(.|\\n)*/"

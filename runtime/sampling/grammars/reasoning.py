@@ -4,23 +4,17 @@ from collections.abc import Sequence
 
 from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
 from mycli.runtime.sampling.grammars.lark import Prelude
-from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
+from mycli.runtime.tokenizer.parsing.reasoning_parser import find_reasoning_format, prompt_end
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-
-_PROMPT_END = 16  # tokens at the end of a prompt that may open a reasoning tag; no tag is longer
-
-
-def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Return the last characters of a prompt with control tokens spelled out."""
-    return b"".join(map(tokenizer.token_bytes, prompt[-_PROMPT_END:])).decode("utf-8", "replace")
 
 
 def reasoning_prelude(template: str, end: str) -> Prelude | None:
     """Return what may precede the answer of a chat model with this template, to a prompt with this `prompt_end`."""
-    if end.rstrip().endswith(OPEN):
-        return Prelude(OPEN, CLOSE, opened=True)
-    if OPEN in template and not end.rstrip().endswith(CLOSE):
-        return Prelude(OPEN, CLOSE)
+    form = find_reasoning_format(template)
+    if form.opened_by(end):
+        return Prelude(form.open, form.ending, opened=True)
+    if form.reasons(template) and not form.closed_by(end):
+        return Prelude(form.open, form.ending)
     return None
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.tokenizer.parsing.reasoning_parser import OPEN
+from mycli.runtime.tokenizer.parsing.reasoning_parser import find_reasoning_format
 
 NEVER = "2318-01-01T00:00:00Z"  # about what Ollama shows for a model that is never unloaded
 
@@ -80,7 +80,11 @@ def model_card(folder: ModelFolder) -> ModelCard:
     if folder.embedding is not None:
         kinds: tuple[str, ...] = ("embedding",)
     else:
-        kinds = ("completion", *(("tools",) if source else ()), *(("thinking",) if OPEN in source else ()))
+        kinds = (
+            "completion",
+            *(("tools",) if source else ()),
+            *(("thinking",) if find_reasoning_format(source).reasons(source) else ()),
+        )
     return ModelCard(
         nbytes=sum(sizes.values()),
         modified=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),

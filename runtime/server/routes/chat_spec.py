@@ -15,7 +15,6 @@ from mycli.runtime.server.requests.formats import ResponseFormat
 from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 from mycli.runtime.tokenizer.prompt_difference import PromptParts
@@ -92,6 +91,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             spec.sampling.stops,
             index,
             prompt_end=end,
+            reasoning=service.reasoning_format,
             tools=ToolParser(tool_format, tools, not spec.parallel) if tools else None,
             tool_format=tool_format if tools else None,
         )
@@ -137,12 +137,17 @@ def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
     messages = spec.messages[:-1] if spec.continued else spec.messages
     ids = service.chat_prompt(messages, spec.offered_tools, spec.arguments, place=spec.place)
     if spec.continued:
-        last = spec.messages[-1]
-        opened = service.spelled(ids[-16:]).rstrip().endswith(OPEN)
+        last, form = spec.messages[-1], service.reasoning_format
+        opened = form.opened_by(service.spelled(ids[-16:]))
         if opened or last.reasoning:
-            thought = f"{last.reasoning}\n" if last.reasoning else "\n"
-            ids += service.tag_ids("" if opened else f"{OPEN}\n") + service.text_prompt(thought, False)
-            ids += service.tag_ids(f"{CLOSE}\n\n")
+            line = "" if form.header else "\n"
+            thought = f"{last.reasoning}{line}" if last.reasoning else line
+            ids += service.tag_ids("" if opened else f"{form.open.rstrip()}{line}") + service.text_prompt(
+                thought, False
+            )
+            ids += service.tag_ids(f"{form.ending}{line * 2}")
+        else:
+            ids += service.tag_ids(form.header)
         ids += service.text_prompt(last.content, False)
     return ids
 

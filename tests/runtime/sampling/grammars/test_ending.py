@@ -3,6 +3,8 @@
 import json
 import math
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ import torch
 from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
 from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.loops import COPIES, LEAST_TOKENS, LoopDetector
+from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.grammars.state import ReplyLimits
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.tokenizer.parsing.reasoning_parser import find_reasoning_format
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import PICO
+from tests.support.small_tokenizers import added, make
 
 SIZE = 4096
 NODE = {
@@ -54,18 +59,19 @@ def grammar_of(schema: dict[str, Any], pico: Tokenizer) -> Grammar:
 
 def draw(pico: Tokenizer, grammar: Grammar, limits: ReplyLimits, seed: int = 0, dislike: str = '"}]') -> list[int]:
     """Return the tokens of a model with low logits for the end and for the characters `dislike`."""
+    size = len(pico.vocabulary)
     noise = torch.Generator().manual_seed(seed)
     params = SamplingParams(temperature=1.0, seed=seed)
     state = grammar.start(limits=limits)
-    sampler = Sampler(params, SIZE, torch.device("cpu"), constraint=state)
+    sampler = Sampler(params, size, torch.device("cpu"), constraint=state)
     against = [
         index
-        for index in range(SIZE)
+        for index in range(size)
         if index in pico.eos or any(letter in (pico.piece(index, False) or b"").decode("latin-1") for letter in dislike)
     ]
     ids: list[int] = []
     while len(ids) < (limits.tokens or 500):
-        logits = torch.randn(1, SIZE, generator=noise)
+        logits = torch.randn(1, size, generator=noise)
         logits[0, against] -= 30.0
         ids.append(int(sampler.sample(logits)))
         if ids[-1] in pico.eos:
@@ -191,3 +197,18 @@ def test_reasoning_leaves_tokens_to_the_answer(pico: Tokenizer, budget: int | No
     assert answer.strip() == '"yes"'
     assert len(pico.encode(thought, add_special=False)) <= 2 * most  # drawn tokens are no canonical tokenization
     assert not most or thought
+
+
+def test_reasoning_ends_with_several_control_tokens(tmp_path: Path) -> None:
+    names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    tokens = [added(256, "<end>", special=True), *(added(257 + at, name) for at, name in enumerate(names))]
+    tokenizer = make(tmp_path, added_tokens=tokens)
+    template = "<|channel|>analysis"
+    form = find_reasoning_format(template)
+    prelude = reasoning_prelude(template, f"<|start|>assistant{form.open}")
+    assert prelude is not None and prelude.opened
+    compiler = GrammarCompiler(tokenizer, frozenset(tokenizer.eos))
+    grammar = compiler.schema(json.dumps({"enum": ["yes"]}), "s.json", replace(prelude, budget=5))
+    ids = draw(tokenizer, grammar, ReplyLimits(200), dislike="")
+    thought, answer = b"".join(map(tokenizer.token_bytes, ids[:-1])).split(form.ending.encode())
+    assert answer.strip() == b'"yes"' and len(thought) <= 8  # a character may end after the budget

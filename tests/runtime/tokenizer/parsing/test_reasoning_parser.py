@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
+from mycli.runtime.tokenizer.parsing.reasoning_parser import (
+    REASONING_FORMATS,
+    THINK,
+    Part,
+    ReasoningFormat,
+    ReasoningParser,
+    find_reasoning_format,
+)
 
 
 def split(text: str, cuts: list[int], prompt_end: str = "") -> list[Part]:
@@ -44,3 +51,66 @@ def test_cuts_change_nothing(text: str, cuts: list[int], prompt_end: str) -> Non
 def test_only_the_beginning_reasons(text: str, prompt_end: str, reasoning: str, content: str) -> None:
     parts = split(text, list(range(len(text))), prompt_end)
     assert (joined(parts, True), joined(parts, False)) == (reasoning, content)
+
+
+GPT_OSS, GEMMA, MISTRAL, SEED, HY3, APERTUS, COHERE, SOLAR, GRANITE, HUNYUAN = REASONING_FORMATS
+# format, end of the prompt, reply, its reasoning and its content
+REPLIES = {
+    "gpt-oss": (
+        GPT_OSS,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+        "Hm. So.",
+        "I look.\n\n4",
+    ),
+    "gpt-oss-json": (GPT_OSS, "<|start|>assistant", "<|channel|>final <|constrain|>json<|message|>{}", "", "{}"),
+    "gpt-oss-call": (
+        GPT_OSS,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.f json<|message|>{}",
+        "Hm.",
+        "<|channel|>commentary to=functions.f json<|message|>{}",
+    ),
+    "gemma-4": (GEMMA, "<|turn>model\n", "<|channel>thought\nHm.<channel|>4", "Hm.", "4"),
+    "gemma-4-off": (GEMMA, "<|turn>model\n<|channel>thought\n<channel|>", "4 <channel|>", "", "4 <channel|>"),
+    "mistral": (MISTRAL, "[/INST]", "[THINK]Hm.[/THINK]4", "Hm.", "4"),
+    "seed": (SEED, "assistant\n", "<seed:think>Hm.</seed:think>4", "Hm.", "4"),
+    "hy-3": (HY3, "<think:opensource>", "Hm.</think:opensource>4", "Hm.", "4"),
+    "apertus": (APERTUS, "", "<|inner_prefix|>Hm.<|inner_suffix|>4", "Hm.", "4"),
+    "cohere": (
+        COHERE,
+        "<|CHATBOT_TOKEN|>",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>4<|END_RESPONSE|>",
+        "Hm.",
+        "4",
+    ),
+    "solar": (
+        SOLAR,
+        "<|begin|>assistant",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>4<|end|>",
+        "Hm.",
+        "4",
+    ),
+    "granite": (GRANITE, "", "<think>Hm.</think>\n<response>4 </response> 5</response>\n", "Hm.", "4 </response> 5"),
+    "granite-plain": (GRANITE, "", "4 </response>", "", "4 </response>"),
+    "granite-cut": (GRANITE, "", "<think>Hm.</think><response>4 </resp", "Hm.", "4 </resp"),
+    "hunyuan": (HUNYUAN, "", "<think>\nHm.\n</think>\n<answer>\n4\n</answer>", "\nHm.\n", "\n4\n"),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_marks_of_each_model(name: str) -> None:
+    form, prompt_end, reply, reasoning, content = REPLIES[name]
+    for step in (1, 2, 7, len(reply)):
+        parser = ReasoningParser(prompt_end, form)
+        parts = [part for at in range(0, len(reply), step) for part in parser.feed(reply[at : at + step])]
+        texts = [part for part in parts + parser.flush() if not part.mark]
+        assert (joined(texts, True), joined(texts, False)) == (reasoning, content)
+
+
+@pytest.mark.parametrize("form", REASONING_FORMATS, ids=lambda form: form.open)
+def test_no_format_hides_another(form: ReasoningFormat) -> None:
+    assert find_reasoning_format(" ".join(form.template_markers)) is form
+    assert find_reasoning_format("<think>") is find_reasoning_format("") is THINK
