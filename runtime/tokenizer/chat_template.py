@@ -23,13 +23,21 @@ MAX_TEMPLATE_BYTES = 1 << 20
 ALLOWED_ARGUMENTS = frozenset(
     (
         *("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools"),
-        # Whether the reasoning of earlier turns is kept: Qwen 3.6, GLM 4.7 and 5, LFM2, Nemotron 3.
-        *("preserve_thinking", "clear_thinking", "keep_past_thinking", "truncate_history_thinking"),
+        # Whether the reasoning of earlier turns is kept: Qwen 3.6, Hy 3, GLM 4.7 and 5, LFM2, Nemotron 3.
+        *(
+            "preserve_thinking",
+            "preserved_thinking",
+            "clear_thinking",
+            "keep_past_thinking",
+            "truncate_history_thinking",
+        ),
         *("low_effort", "thinking_budget"),  # of Nemotron 3 and Seed-OSS
     )
 )
 # Variables of a template that hold special tokens.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Fields of a message in which templates look for its reasoning: most, gpt-oss and LFM2.5, Solar Open.
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", *TOKEN_NAMES))
 
 
@@ -53,7 +61,7 @@ class Message:
         """Return the template's fields of the message except the role; empty ones are left out, except content."""
         optional = {
             "tool_calls": [dict(call) for call in self.tool_calls],
-            "reasoning_content": self.reasoning,
+            **dict.fromkeys(REASONING_NAMES, self.reasoning),
             "name": self.name,
             "tool_call_id": self.tool_call_id,
         }

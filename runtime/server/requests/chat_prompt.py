@@ -46,6 +46,10 @@ def render_chat(
         ]
     if "length != 9" in source:  # Mistral's templates raise for ids of calls that do not have nine letters and digits
         messages = [_with_short_ids(message) for message in messages]
+    if "<|tool_call_begin|>" in source and "tool_call['id']" in source:
+        messages = _with_naming_ids(messages)
+    if "Cannot pass both content and thinking" in source:
+        messages = [_with_one_thought(message) for message in messages]
 
     def render(messages: list[Message]) -> list[int]:
         tools = list(parts.tools)
@@ -78,6 +82,27 @@ def _with_short_ids(message: Message) -> Message:
     calls = tuple({**call, "id": _short_id(str(call.get("id", "")))} for call in message.tool_calls)
     result_of = _short_id(message.tool_call_id) if message.role == "tool" else ""
     return replace(message, tool_calls=calls, tool_call_id=result_of)
+
+
+def _with_naming_ids(messages: Sequence[Message]) -> list[Message]:
+    # Templates of Kimi K2 write the id of a call as its name: functions.NAME:NUMBER, counted over the conversation.
+    named, converted = dict[str, str](), []
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            call_id = f"functions.{call['function']['name']}:{len(named)}"
+            named[str(call.get("id", call_id))] = call_id
+            calls.append({**call, "id": call_id})
+        result_of = named.get(message.tool_call_id, message.tool_call_id)
+        converted.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_of))
+    return converted
+
+
+def _with_one_thought(message: Message) -> Message:
+    # gpt-oss: its template writes either the text before a call or the reasoning, as reasoning, and refuses both.
+    if not (message.tool_calls and message.content and message.reasoning):
+        return message
+    return replace(message, content="", reasoning=f"{message.reasoning}\n\n{message.content}")
 
 
 def _short_id(call_id: str) -> str:

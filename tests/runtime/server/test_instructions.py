@@ -53,11 +53,12 @@ def test_a_template_that_takes_system_messages_first_only_gets_one() -> None:
     "keeping",
     [
         {"preserve_thinking": True},
+        {"preserved_thinking": True},
         {"clear_thinking": False},
         {"keep_past_thinking": True},
         {"truncate_history_thinking": False},
     ],
-    ids=["qwen3.6", "glm", "lfm2", "nemotron3"],
+    ids=["qwen3.6", "hy3", "glm", "lfm2", "nemotron3"],
 )
 def test_a_request_may_keep_the_reasoning_of_earlier_turns(keeping: dict[str, bool]) -> None:
     """Each model's card names its switch; agents set it so that the prompt of a turn begins with the last one."""
@@ -148,3 +149,52 @@ def test_mistrals_templates_get_ids_of_nine_characters(call_id: str) -> None:
     parts = dict(part.split("=") for part in _rendered(SHORT_IDS, messages).split(";") if part)
     assert parts["f"] == parts["one"] != parts["two"] == parts["g"]
     assert parts["f"].isalnum() and (call_id != "abcDEF123" or parts["f"] == call_id)
+
+
+# As in the template of Kimi K2 Thinking.
+ID_AS_NAME = (
+    "{% for m in messages %}{% for tool_call in m.tool_calls or [] %}<|tool_call_begin|>{{ tool_call['id'] }}|"
+    "{% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }}|{% endif %}{% endfor %}"
+)
+
+
+def test_kimis_template_gets_ids_that_name_the_function() -> None:
+    def call(name: str, identity: str) -> dict[str, object]:
+        return {"type": "function", "id": identity, "function": {"name": name, "arguments": {}}}
+
+    messages = (
+        Message("user", "Go"),
+        Message("assistant", "", (call("f", "call_a"), call("g", "call_b"))),
+        Message("tool", "two", tool_call_id="call_b"),
+        Message("tool", "one", tool_call_id="call_a"),
+        Message("assistant", "", (call("f", "call_c"),)),
+        Message("tool", "three", tool_call_id="call_c"),
+    )
+    assert _rendered(ID_AS_NAME, messages) == (
+        "<|tool_call_begin|>functions.f:0|<|tool_call_begin|>functions.g:1|functions.g:1=two|functions.f:0=one|"
+        "<|tool_call_begin|>functions.f:2|functions.f:2=three|"
+    )
+
+
+# As in the template of gpt-oss.
+ONE_THOUGHT = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}{{ m.thinking }}|{{ m.content }};"
+    "{% endfor %}"
+)
+
+
+def test_the_template_of_gpt_oss_gets_reasoning_and_text_as_one() -> None:
+    calls = ({"type": "function", "function": {"name": "f", "arguments": {}}},)
+    messages = (
+        Message("assistant", "Look.", calls, reasoning="Why."),
+        Message("assistant", "", calls, reasoning="Why."),
+        Message("assistant", "Look.", reasoning="Why."),
+    )
+    assert _rendered(ONE_THOUGHT, messages) == "Why.\n\nLook.|;Why.|;Why.|Look.;"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_templates_find_reasoning_under_their_name(name: str) -> None:
+    message = Message("assistant", "A", reasoning="why")
+    assert _rendered(f"{{% for m in messages %}}{{{{ m.{name} }}}}{{% endfor %}}", (message,)) == "why"
