@@ -20,7 +20,7 @@ from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.chat_template import Message, Tool, takes_tools
 from mycli.runtime.tokenizer.parsing.reasoning_parser import prompt_end, reasoning_format
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
@@ -49,7 +49,7 @@ class ComparedPrompt:
         template = tokenizer.template
         if template is None:
             return tokenizer.encode("\n".join(message.content for message in self.messages), add_special=True)
-        if self.tools and "tools" not in template.source(tools=True):
+        if self.tools and not takes_tools(template.source(tools=True)):
             return tokenizer.apply_chat_template(describe_tools_in_system_message(self.messages, self.tools))
         return tokenizer.apply_chat_template(self.messages, tools=list(self.tools) or None)
 

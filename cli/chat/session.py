@@ -164,7 +164,12 @@ class Chat:
             display.add(rest)
         if reply.finish_reason == "context":
             self.call.out.warn("the reply stopped because the context is full; /undo or /clear frees it")
-        if form is not THINK:  # templates remove <think> blocks of earlier replies, but render other marks as text
+        # Templates remove <think> blocks of earlier replies. Other marks they render as text, and marks that are
+        # special tokens may not be spelled in a message.
+        names = (
+            tokenizer.vocabulary[index] for index in tokenizer.control_ids if tokenizer.piece(index, False) is None
+        )
+        if form is not THINK or any(name in form.marks for name in names):
             parts = [part for part in parts if not part.reasoning and not part.mark]
         return "".join(part.text for part in parts)
 

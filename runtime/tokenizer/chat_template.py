@@ -3,6 +3,7 @@
 The Jinja sandbox stops escapes, not work (C10), so rendering has limits on time, memory and output.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,11 @@ class TemplateOptions:
                 raise UsageError(
                     f"template argument {name!r:.60} is not possible", "use a name that the template reads"
                 )
+
+
+def takes_tools(template: str) -> bool:
+    """Return whether a template reads the variable `tools`; Phi-4-mini's reads a field of that name of a message."""
+    return re.search(r"""(?<![\w'".])tools\b(?!['"])""", template) is not None
 
 
 def special_tokens_map(settings: Fields) -> dict[str, str]:

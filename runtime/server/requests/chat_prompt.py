@@ -11,7 +11,7 @@ from threading import Lock
 from mycli.runtime.cache.prefix_index import common_prefix_length
 from mycli.runtime.errors import UserError
 from mycli.runtime.server.http.api_error import ApiError, from_user_error
-from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message
+from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, takes_tools
 from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_system_message
 from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def render_chat(
 
     def render(messages: list[Message]) -> list[int]:
         tools = list(parts.tools)
-        if tools and "tools" not in source:
+        if tools and not takes_tools(source):
             messages, tools = describe_tools_in_system_message(messages, tools), []
         return tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=more, **parts.arguments

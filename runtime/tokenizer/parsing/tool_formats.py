@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.chat_template import Message, Tool, takes_tools
 from mycli.runtime.tokenizer.parsing.response_template import (
     Anchor,
     Region,
@@ -262,7 +262,7 @@ TOOL_FORMATS = (
 
 def find_tool_format(template: str) -> ToolFormat | None:
     """Return the format whose markers occur in a chat template; None for a template without tools."""
-    if "tools" not in template:
+    if not takes_tools(template):
         return None
     formats = (entry for entry in TOOL_FORMATS if all(marker in template for marker in entry.template_markers))
     return next(formats, None)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, takes_tools
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat, model_tool_format
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ class Probe:
 
     @property
     def has_tools(self) -> bool:
-        return "tools" in self.template.source(tools=True)
+        return takes_tools(self.template.source(tools=True))
 
     @property
     def tool_format(self) -> ToolFormat | None:

@@ -8,7 +8,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.chat_prompt import render_chat
-from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
+from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, takes_tools
 from mycli.runtime.tokenizer.prompt_difference import PromptParts
 from tests.runtime.server.conftest import Scripted
 from tests.support.paths import PICO, ROOT
@@ -198,3 +198,15 @@ def test_the_template_of_gpt_oss_gets_reasoning_and_text_as_one() -> None:
 def test_templates_find_reasoning_under_their_name(name: str) -> None:
     message = Message("assistant", "A", reasoning="why")
     assert _rendered(f"{{% for m in messages %}}{{{{ m.{name} }}}}{{% endfor %}}", (message,)) == "why"
+
+
+def test_tools_are_described_to_a_template_that_reads_them_from_a_message() -> None:
+    """As that of Phi-4-mini does; no client sends them there."""
+    given = "{% if 'tools' in m and m['tools'] %}{{ m['tools'] }}{% endif %}"
+    source = f"{{% for m in messages %}}{given}{{{{ m.content }}}};{{% endfor %}}"
+    tokenizer = open_model_folder(PICO).tokenizer()
+    tokenizer.template = ChatTemplate({"default": source}, {})
+    tools = [{"type": "function", "function": {"name": "find_herons", "parameters": {}}}]
+    text = tokenizer.decode(render_chat(tokenizer, PromptParts((Message("user", "Go"),), tools)))
+    assert '{"name": "find_herons"' in text and text.endswith("Go;")
+    assert takes_tools("{% if tools %}") and takes_tools("{{- tools | tojson }}") and not takes_tools(source)
