@@ -234,10 +234,13 @@ class ModelFolder:
         return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths(), *changes]
 
     def _companion_paths(self) -> list[Path]:
+        from mycli.runtime.tokenizer.chat_template import template_files
+
         paths = [path for name in COMPANIONS if (path := self.path / name).is_file()]
         if self.path / MODULES in paths:
             modules = sorted(self.path.glob("*/*"))
             paths += [path for path in modules if MODULE_FILE.fullmatch(path.relative_to(self.path).as_posix())]
+        paths += template_files(self.path)
         for path in paths:
             if path.stat().st_size > MAX_COMPANION_BYTES:
                 allowed = human_bytes(MAX_COMPANION_BYTES)

@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEnt
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.part_spec import Shape
+from mycli.runtime.tokenizer.chat_template import TEMPLATE_FILE
 from mycli.runtime.utils.atomic_folder import Staging
 from mycli.runtime.utils.files import disk_errors
 
@@ -196,7 +197,7 @@ class CheckpointWriter(Staging):
 
     def add_file(self, name: str, data: bytes) -> None:
         plain = Path(name).name == name and name not in ("", "..", *self._headers)
-        if not plain and not MODULE_FILE.fullmatch(name):
+        if not plain and not MODULE_FILE.fullmatch(name) and not TEMPLATE_FILE.fullmatch(name):
             raise ValueError(f"{name!r} is not a name for another file")
         path = self.folder / name
         with disk_errors(self.target):

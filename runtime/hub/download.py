@@ -26,6 +26,7 @@ from mycli.runtime.hub.names import choose_quant, safe_name, safe_path, split_fi
 from mycli.runtime.hub.partial_file import PartialFile
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.store import MAX_INDEX_BYTES, HubFile
+from mycli.runtime.tokenizer.chat_template import TEMPLATE_FILE
 from mycli.runtime.utils.files import disk_errors, locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
 from mycli.runtime.utils.units import human_bytes
@@ -100,6 +101,7 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
     small = [f for f in root.values() if f.name.endswith((".json", ".jinja")) and not f.name.endswith(".index.json")]
     if MODULES in root:
         small += [file for file in files if MODULE_FILE.fullmatch(file.name)]
+    small += [file for file in files if TEMPLATE_FILE.fullmatch(file.name)]
     if INDEX in root:
         index = parse_object(read_small_file(hub, repo, commit, root[INDEX]), INDEX, MAX_INDEX_BYTES)
         shards = store.read_shards(index)

@@ -19,6 +19,7 @@ from mycli.runtime.hub import store
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import COMMIT, DIGEST, MAX_RECORD_BYTES, RECORD, HubFile
+from mycli.runtime.tokenizer.chat_template import TEMPLATE_FILE
 from mycli.runtime.utils.json_fields import read_object
 
 _CHUNK = 1 << 20
@@ -86,9 +87,11 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
     for name in entries.values:
         entry = entries.object(name)
         digest = entry.text("sha256")
-        # A record may name a path, as `../../x`; only files of the folder are read, and of its embedding modules.
+        # A record may name a path, as `../../x`; only files of the folder are read, and known ones below it.
         plain = "/" not in name and name not in ("", ".", "..")
-        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not (plain or MODULE_FILE.fullmatch(name)):
+        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not (
+            plain or MODULE_FILE.fullmatch(name) or TEMPLATE_FILE.fullmatch(name)
+        ):
             raise entry.fail("sha256", "is not the sha256 of a file in the same folder")
         files[name] = HubFile(name, entry.integer("bytes", low=0, high=1 << 60), digest)
     return files

@@ -28,7 +28,14 @@ from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
 # Without tokenizer.json, which is too large to fetch for a summary.
-_METADATA_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", RECORD)
+_METADATA_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    RECORD,
+)
 # Bytes of a shard read first: contains most headers entirely, so one request per shard is enough.
 _FIRST_READ = 1 << 16
 

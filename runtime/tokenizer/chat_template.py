@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.utils.json_fields import Fields
+from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -20,6 +20,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 RENDER_SECONDS = 2.0
 RENDER_MEMORY = 512 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+TEMPLATE_FILE = re.compile(r"additional_chat_templates/([\w-]+)\.jinja", re.ASCII)  # in a model's folder
 # Template arguments that a request may set; never the template itself or its internal names (C11).
 ALLOWED_ARGUMENTS = frozenset(
     (
@@ -39,6 +40,9 @@ ALLOWED_ARGUMENTS = frozenset(
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Fields of a message in which templates look for its reasoning: most, gpt-oss and LFM2.5, Solar Open.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+# A template that may read the parts of a content, and the text with which that is tried.
+_PARTS = re.compile(r"""\btype\b.{0,40}(?:text|image)""", re.DOTALL)
+_PROBE = "Where are the herons?"
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", *TOKEN_NAMES))
 
 
@@ -108,16 +112,34 @@ def special_tokens_map(settings: Fields) -> dict[str, str]:
 
 
 def _find_sources(folder: Path, settings: Fields) -> dict[str, str]:
-    # The file has precedence over tokenizer_config.json, as on the hub (C7).
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ModelError(f"{path.name}: not a file of at most {MAX_TEMPLATE_BYTES} bytes", code="verify-files")
-        try:
-            return {"default": path.read_text("utf-8")}
-        except ValueError:
-            raise ModelError(f"{path.name}: not UTF-8 text", code="verify-files") from None
-    return _named_sources(settings)
+    # Files have precedence over tokenizer_config.json, as on the hub (C7).
+    paths = {"default": path} if (path := folder / "chat_template.jinja").exists() else {}
+    for path in template_files(folder):
+        paths[path.stem] = path
+    if paths:
+        return {name: _read_source(path) for name, path in paths.items()}
+    legacy = folder / "chat_template.json"  # of older multimodal models, whose tokenizer may have none
+    return _named_sources(settings) or (
+        _named_sources(read_object(legacy, MAX_TEMPLATE_BYTES)) if legacy.exists() else {}
+    )
+
+
+def template_files(folder: Path) -> list[Path]:
+    """Return the files of a model's named chat templates, as Command A has them."""
+    return [
+        path
+        for path in sorted(folder.glob("additional_chat_templates/*"))
+        if TEMPLATE_FILE.fullmatch(path.relative_to(folder).as_posix()) and path.is_file()
+    ]
+
+
+def _read_source(path: Path) -> str:
+    if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"{path.name}: not a file of at most {MAX_TEMPLATE_BYTES} bytes", code="verify-files")
+    try:
+        return path.read_text("utf-8")
+    except ValueError:
+        raise ModelError(f"{path.name}: not UTF-8 text", code="verify-files") from None
 
 
 def _named_sources(settings: Fields) -> dict[str, str]:
@@ -143,13 +165,14 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._tokens = dict(tokens)
         self._arguments = dict(arguments or {})
+        self._parts = dict[str, bool]()  # by source: whether it reads contents as lists of parts only
         self._worker = WorkerProcess(
             "mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27
         )
 
     @classmethod
     def load(cls, folder: Path, settings: Fields) -> "ChatTemplate | None":
-        """Return the templates of chat_template.jinja or tokenizer_config.json; None without any."""
+        """Return the templates of a model's folder; None without any."""
         sources = _find_sources(folder, settings)
         return cls(sources, special_tokens_map(settings)) if sources else None
 
@@ -197,19 +220,21 @@ class ChatTemplate:
 
         Raises UsageError if the template refuses the conversation, ModelError if it fails or exceeds a limit.
         """
+        source = self.source(bool(tools))
+        typed = self._takes_parts(source)
         variables = [
             {
                 **self._tokens,
                 "documents": None,
                 **self._arguments,
                 **arguments[index],
-                "messages": messages,
+                "messages": [_in_parts(message) for message in messages] if typed else messages,
                 "tools": tools[index] if tools else None,
                 "add_generation_prompt": add_generation_prompt,
             }
             for index, messages in enumerate(conversations)
         ]
-        request = {"template": self.source(bool(tools)), "variables": variables}
+        request = {"template": source, "variables": variables}
         try:
             texts: list[str] = self._worker.call(request, RENDER_SECONDS)
         except WorkerError as error:
@@ -219,6 +244,28 @@ class ChatTemplate:
                 ) from None
             raise ModelError(f"chat template: {error.kind}: {error.message:.300}", code="show-template") from None
         return texts
+
+    def _takes_parts(self, source: str) -> bool:
+        # Templates of multimodal models such as LLaVA and SmolVLM read a list of parts only, and lose a text.
+        if not _PARTS.search(source):
+            return False
+        if source not in self._parts:
+            message = {"role": "user", "content": _PROBE}
+            base = {**self._tokens, "documents": None, "tools": None, "add_generation_prompt": False}
+            found = []
+            for given in (message, _in_parts(message)):
+                request = {"template": source, "variables": [{**base, **self._arguments, "messages": [given]}]}
+                try:
+                    found.append(_PROBE in self._worker.call(request, RENDER_SECONDS)[0])
+                except WorkerError:
+                    found.append(False)
+            self._parts[source] = found == [False, True]
+        return self._parts[source]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def effort_arguments(effort: str | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
+from mycli.runtime.hub.integrity import files_to_verify, verify_files
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
@@ -53,6 +54,8 @@ def source(tmp_path: Path) -> Source:
     shutil.copy(PICO / "generation_config.json", folder / "generation_config.json")
     (folder / "LICENSE").write_text("as is")
     (folder / "README.md").write_text("about the original")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return Source("someone/small", folder, "someone/small", "0" * 40)
 
 
@@ -159,11 +162,16 @@ def test_transformers_reads_it_bit_for_bit(source: Source, tmp_path: Path, bits:
 def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Path) -> None:
     target = tmp_path / "out"
     make(source, target)
-    names = {path.name for path in target.iterdir()}
+    paths = [path for path in target.rglob("*") if path.is_file()]
+    names = {path.relative_to(target).as_posix() for path in paths}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", record.CARD_FILE} <= names
     assert "README.md" not in names
     written = json.loads((target / record.CARD_FILE).read_text())
     assert written["schema_version"] == 1
+    assert (target / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert "additional_chat_templates/tool_use.jinja" in written["files"]
+    copy = Source("out", target)
+    assert {file.state for file in verify_files(copy, files_to_verify(copy), lambda count: None)} == {"ok"}
     assert written["recipe"] == {
         "method": "rtn",
         "bits": 4,
@@ -185,7 +193,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
     assert len(written["layers"]) == 21 and all(0 < layer["error"] < 0.05 for layer in written["layers"])
     # Every file except the record itself, and every source file, with its sha256sum.
     assert set(written["files"]) == names - {record.CARD_FILE}
-    assert written["files"] == record.digests(path for path in target.iterdir() if path.name != record.CARD_FILE)
+    assert written["files"] == record.digests((path for path in paths if path.name != record.CARD_FILE), target)
     assert (
         written["source"]["files"]["model.safetensors"]
         == record.digests(source.folder.glob("*.safetensors"))["model.safetensors"]

@@ -65,6 +65,13 @@ def test_modules_of_an_embedding_model_are_fetched(server: HubServer) -> None:
         resolve(REPO)
 
 
+def test_named_chat_templates_are_fetched(server: HubServer) -> None:
+    named = {"additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    server.add(REPO, FILES | named | {"additional_chat_templates/notes.txt": b"x", "other/tool_use.jinja": b"x"})
+    folder = fetch(server).folder
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WANTED | set(named)
+
+
 def test_a_listing_with_a_digest_that_is_none_is_refused(
     server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,52 @@ def test_named_templates(tmp_path: Path, value: Any) -> None:
     assert render(template, CONVERSATIONS["one"], tools=TOOLS) == "with tools"
 
 
+def test_named_template_files(tmp_path: Path) -> None:
+    """As in Command A's folder; transformers reads them so."""
+    config = write(tmp_path, {"chat_template": "config"}, "file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "rag.jinja", "notes.txt", ".hidden.jinja"):
+        (tmp_path / "additional_chat_templates" / name).write_text(name)
+    template = ChatTemplate.load(tmp_path, config)
+    assert template is not None
+    assert (template.source(), template.source(tools=True)) == ("file", "tool_use.jinja")
+    assert template.with_options(TemplateOptions(name="rag")).source() == "rag.jinja"
+    with pytest.raises(UsageError, match="it has: default, rag, tool_use|no chat template"):
+        template.with_options(TemplateOptions(name="notes"))
+
+
+def test_the_file_of_older_multimodal_models(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "legacy"}')
+    template = ChatTemplate.load(tmp_path, write(tmp_path, {}))
+    assert template is not None and template.source() == "legacy"
+    template = ChatTemplate.load(tmp_path, write(tmp_path, {"chat_template": "config"}))
+    assert template is not None and template.source() == "config"
+
+
+# As in the templates of LLaVA and SmolVLM; the second also takes texts.
+PARTS = (
+    "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }};{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}.{% else %}" + PARTS + "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (PARTS, "Hello;Hi;"),
+        (EITHER, "Hello.Hi."),
+        ("{# type: text #}{% for m in messages %}{{ m.content }}{% endfor %}", "HelloHi"),
+        ("{# type: text #}never", "never"),
+    ],
+)
+def test_contents_are_parts_only_for_templates_that_lose_a_text(source: str, expected: str) -> None:
+    template = ChatTemplate({"default": source}, TOKENS)
+    assert render(template, [("user", "Hello"), ("assistant", "Hi")]) == expected
+
+
 def test_named_without_default(tmp_path: Path) -> None:  # C7
     template = ChatTemplate.load(tmp_path, write(tmp_path, {"chat_template": [{"name": "rag", "template": "x"}]}))
     assert template is not None
