@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mycli.runtime.errors import UserError
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
-from mycli.runtime.tokenizer.template_check.finding import Finding
+from mycli.runtime.tokenizer.template_check.finding import Finding, common_length
 from mycli.runtime.tokenizer.template_check.probe import (
     ARGUMENTS,
     FUNCTION,
@@ -43,37 +43,40 @@ def check_tools(probe: Probe) -> Iterator[Finding]:
 
 def _check_calls(probe: Probe) -> Iterator[Finding]:
     opening = probe.text([user(0)], more=True, tools=True)
+    history = probe.text([user(0)], tools=True)
     try:
         written = probe.text([user(0), assistant(calls=1)], tools=True)
     except UserError as error:
         yield Finding("calls-refused", {"cause": error.message})
         return
-    if FUNCTION not in written[len(opening) - 1 :]:
+    reply = _reply(opening, history, written)
+    if FUNCTION not in reply:
         yield Finding("call-not-rendered")
         return
     tool_format = probe.tool_format
     if tool_format is None:
-        yield Finding("unknown-call-format", {"written": written[len(opening) :][:_QUOTED]})
+        yield Finding("unknown-call-format", {"written": reply[:_QUOTED]})
         return
-    if not _reads_back(tool_format, _reply(opening, written), 1):
-        yield Finding("call-not-parsed", {"format": tool_format.name, "written": _reply(opening, written)[:_QUOTED]})
+    if not _reads_back(tool_format, reply, 1):
+        yield Finding("call-not-parsed", {"format": tool_format.name, "written": reply[:_QUOTED]})
         return
     try:
         several = probe.text([user(0), assistant(calls=2)], tools=True)
     except UserError as error:
         yield Finding("several-calls-refused", {"cause": error.message})
         return
-    if not _reads_back(tool_format, _reply(opening, several), 2):
-        data = {"format": tool_format.name, "written": _reply(opening, several)[:_QUOTED]}
-        yield Finding("call-not-parsed", data)
+    reply = _reply(opening, history, several)
+    if several == written or _reads_back(tool_format, reply, 1):
+        yield Finding("several-calls-refused", {"cause": "only the first call is rendered"})
+    elif not _reads_back(tool_format, reply, 2):
+        yield Finding("call-not-parsed", {"format": tool_format.name, "written": reply[:_QUOTED]})
 
 
-def _reply(prompt: str, whole: str) -> str:
-    # What the model would have written: without the opening, which some templates drop from earlier turns.
-    if whole.startswith(prompt):
-        return whole[len(prompt) :]
-    shared = next((index for index, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
-    return whole[shared:]
+def _reply(prompt: str, history: str, whole: str) -> str:
+    # What the model would have written. Where the opening of a reply is not in earlier turns, their turn's beginning is
+    # included: the two may begin alike, with half of a mark.
+    start = prompt if whole.startswith(prompt) else history
+    return whole[common_length(start, whole) :]
 
 
 def _reads_back(tool_format: ToolFormat, reply: str, count: int) -> bool:

@@ -160,6 +160,17 @@ def test_a_finding_holds_the_first_200_characters_of_a_call(code: str, calls: in
     assert finding.code == code and finding.data["written"] == beginning.ljust(200, "x")
 
 
+def test_a_call_is_read_after_a_turn_without_the_opening_of_a_reply(child: ChatTemplate) -> None:
+    """The templates of QwQ and Gemma 4 open reasoning, and earlier turns do not: both begin like the call's mark."""
+    for opening in ("<think>", "<tool_calm>", "<think>" * 20):
+        assert not list(check_tools(probe_of(child, GOOD.replace(OPENING, OPENING + opening))))
+
+
+def test_a_template_that_renders_the_first_call_only_refuses_several(child: ChatTemplate) -> None:
+    (finding,) = check_tools(probe_of(child, GOOD.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")))
+    assert finding.code == "several-calls-refused" and "only the first" in template_message(finding)
+
+
 def test_turns_without_control_tokens_can_be_forged(child: ChatTemplate, tokenizer: Tokenizer) -> None:
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     assert not list(check_tokens(probe_of(child, turns, tokenizer)))
