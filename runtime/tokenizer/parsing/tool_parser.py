@@ -6,6 +6,7 @@ Text that may start a call is held back. A call that cannot be parsed is text: n
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.utils.json_fields import strict_json
 
 MAX_CALL = 1 << 20  # characters; a longer call is text
+_BETWEEN = " \t\r\n;"  # between bare objects
+_BRACES = re.compile(r'"(?:[^"\\]|\\.)*"|[{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,18 @@ def _as_literal(text: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(text)
     return value
+
+
+def _split_objects(text: str) -> list[str]:
+    # The JSON objects of a text, between which Llama writes semicolons.
+    parts, begin, depth = list[str](), 0, 0
+    for match in _BRACES.finditer(text):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if match[0] == "}" and depth == 0:
+            parts.append(text[begin : match.end()].lstrip(_BETWEEN))
+            begin = match.end()
+    rest = text[begin:].lstrip(_BETWEEN)
+    return [*parts, rest] if rest or not parts else parts
 
 
 _CASTS: Mapping[str, Callable[[str], Any]] = {
@@ -166,10 +181,14 @@ class ToolParser:
 
     def _outside(self, items: list[str | ToolCall], final: bool) -> bool:
         # Emits text; returns True at the start of a call.
-        if self._format.bare_json and not self._begun and (start := self._text.lstrip()):
+        if self._format.bare_json and (self._after_call or not self._begun):
+            start = self._text.lstrip(_BETWEEN if self._after_call else None)
             if start.startswith("{"):
+                self._text = start if self._after_call else self._text
                 self._open(self._format.regions[0], {}, "")
                 return True
+            if not start and not final:
+                return False
             self._begun = True
         decided, best = len(self._text), None
         for region in self._format.regions:
@@ -292,7 +311,8 @@ class ToolParser:
         try:
             if len(body) > MAX_CALL:
                 raise ValueError("too long")
-            values = region.parse(body, self._captures)
+            bodies = _split_objects(body) if self._format.bare_json else [body]
+            values = [value for part in bodies for value in region.parse(part, self._captures)]
             calls = [self._call(value.get("function", value) if isinstance(value, dict) else {}) for value in values]
         except (ValueError, RecursionError):
             return None

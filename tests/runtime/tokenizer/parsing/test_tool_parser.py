@@ -222,6 +222,23 @@ def test_no_format_hides_another(form: ToolFormat) -> None:
             '<|tool_call>call:f{b:<|"|>\x010\x02<|"|>}<tool_call|>',
             ['<|tool_call>call:f{b:<|"|>\x010\x02<|"|>}<tool_call|>'],
         ),
+        (
+            "llama",
+            '{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"b": "}; {"}}\n'
+            '{"name": "f", "parameters": {}}',
+            [("f", {"a": 1}), ("f", {"b": "}; {"}), ("f", {})],
+        ),
+        (
+            "llama",
+            '{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 2}} Done.',
+            ['{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 2}} Done.'],
+        ),
+        (
+            "llama",
+            '{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 2}}',
+            [("f", {"a": 1}), ("f", {"a": 2})],
+        ),
+        ("llama", '{"name": "f", "parameters": {"a": 1}}; and {more}', [("f", {"a": 1}), "; and {more}"]),
         ("lfm2", "<|tool_call_start|>[f(a=b)]<|tool_call_end|>", ["<|tool_call_start|>[f(a=b)]<|tool_call_end|>"]),
     ],
 )

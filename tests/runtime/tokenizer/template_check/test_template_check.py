@@ -167,7 +167,9 @@ def test_a_call_is_read_after_a_turn_without_the_opening_of_a_reply(child: ChatT
 
 
 def test_a_template_that_renders_the_first_call_only_refuses_several(child: ChatTemplate) -> None:
-    (finding,) = check_tools(probe_of(child, GOOD.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")))
+    (finding,) = check_tools(
+        probe_of(child, GOOD.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]"))
+    )
     assert finding.code == "several-calls-refused" and "only the first" in template_message(finding)
 
 
