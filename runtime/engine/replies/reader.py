@@ -70,6 +70,13 @@ class _MarkedPieces:
         return self._shown.get(token_id) or self._tokenizer.piece(token_id, first)
 
 
+def _call_marks(tokenizer: Tokenizer, tool_format: "ToolFormat") -> list[str]:
+    # Control tokens that open calls; other marks may be words of a reasoning.
+    names = {tokenizer.vocabulary[index] for index in tokenizer.control_ids}
+    marks = [start for region in tool_format.regions for start in region.open.starts]
+    return [mark for mark in (*marks, *tool_format.sections) if mark in names]
+
+
 def join_parts(parts: "Iterable[str | ToolCall]") -> "tuple[str | ToolCall, ...]":
     """Join adjacent texts, and the parts of each call."""
     joined: list[str | ToolCall] = []
@@ -109,7 +116,8 @@ class ReplyReader:
             from mycli.runtime.tokenizer.parsing.reasoning_parser import THINK, ReasoningParser
 
             reasoning = reasoning or THINK
-            marks, self._reasoning = [*marks, *reasoning.marks], ReasoningParser(prompt_end, reasoning)
+            calls = () if tools is None or tool_format is None else _call_marks(tokenizer, tool_format)
+            marks, self._reasoning = [*marks, *reasoning.marks], ReasoningParser(prompt_end, reasoning, calls)
             self._opening = reasoning.open
         if tool_format is not None:
             marks += [*tool_format.template_markers, *tool_format.ignored]

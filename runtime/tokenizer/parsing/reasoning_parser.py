@@ -130,8 +130,12 @@ class ReasoningParser:
     Between two contents of a reply, which no known model writes except gpt-oss, a blank line is added.
     """
 
-    def __init__(self, prompt_end: str = "", form: ReasoningFormat = THINK) -> None:
-        """prompt_end: the end of the prompt, where some templates write the opening mark."""
+    def __init__(self, prompt_end: str = "", form: ReasoningFormat = THINK, calls: Sequence[str] = ()) -> None:
+        """prompt_end: the end of the prompt, where some templates write the opening mark.
+
+        calls: marks of calls, which end the reasoning too: Qwen 3.5, GLM and Kimi K2 may call without closing it.
+        """
+        self._calls = tuple(calls)
         self._format = form
         self._state: Literal["before", "inside", "framed", "after"] = (
             "inside" if form.opened_by(prompt_end) else "before"
@@ -159,7 +163,7 @@ class ReasoningParser:
             if state in ("before", "framed"):
                 yield from self._start(final)
             elif state == "inside":
-                yield from self._until((self._format.close,), final)
+                yield from self._until((self._format.close, *self._calls), final)
             else:
                 yield from self._after(final)
             if (state, rest) == (self._state, self._held):
@@ -208,6 +212,9 @@ class ReasoningParser:
         if text:
             yield Part(text, inside)
         if not mark:
+            return
+        if mark in self._calls:
+            self._held, self._state = mark + self._held, "after"
             return
         if inside:
             self._state = "framed" if self._format.frame is not None else "after"

@@ -49,6 +49,7 @@ class ToolFormat:
     template_markers: tuple[str, ...]  # all occur in the chat templates of its models
     regions: tuple[Region, ...]
     ignored: tuple[str, ...] = ()  # markers around calls, without meaning
+    sections: tuple[str, ...] = ()  # those of them that open a list of calls
     bare_json: bool = False  # a reply that starts with a brace is a call
     json_syntax: tuple[str, str, str, str] | None = None
 
@@ -78,6 +79,7 @@ TOOL_FORMATS = (
         ("<seed:tool_call>", "<function="),
         _call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", {"tag": _PARAMETER}),
         ignored=("<seed:tool_call>", "</seed:tool_call>"),
+        sections=("<seed:tool_call>",),
     ),
     ToolFormat(
         "qwen-xml",
@@ -121,6 +123,7 @@ TOOL_FORMATS = (
             {"tag": ('<parameter name="', '">', "", "</parameter>")},
         ),
         ignored=("<minimax:tool_call>", "</minimax:tool_call>"),
+        sections=("<minimax:tool_call>",),
     ),
     ToolFormat(
         "glm",
@@ -148,6 +151,7 @@ TOOL_FORMATS = (
             pattern(r"```\s*<｜tool▁call▁end｜>", "```"),
         ),
         ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        sections=("<｜tool▁calls▁begin｜>",),
     ),
     ToolFormat(
         "deepseek-v3.1",
@@ -157,6 +161,7 @@ TOOL_FORMATS = (
             literal("<｜tool▁call▁end｜>"),
         ),
         ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        sections=("<｜tool▁calls▁begin｜>",),
     ),
     ToolFormat(
         "function-gemma",
@@ -187,6 +192,7 @@ TOOL_FORMATS = (
             literal("<|tool_call_end|>"),
         ),
         ignored=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        sections=("<|tool_calls_section_begin|>",),
     ),
     ToolFormat(
         "harmony",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.parsing.reasoning_parser import reasoning_format
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES
-from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.paths import PICO
 from tests.support.served import ScriptedEngine, Served, joined, serving
-from tests.support.small_tokenizers import added
+from tests.support.small_tokenizers import added, make
 
 TOOL = {
     "type": "function",
@@ -74,6 +75,29 @@ def test_the_channels_of_gpt_oss(scripted: Scripted, gpt_oss: LoadedModel, strea
     call = 'commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
     with scripted(f"{thought}<|channel|>{call}", model=gpt_oss) as served:
         assert joined(served.chat("Go", stream=stream, tools=[TOOL])) == ("", "Hm.", [("f", '{"a": 1}')], "tool_calls")
+
+
+@pytest.mark.parametrize("token", [True, False])
+def test_a_call_ends_reasoning_that_was_not_closed(tmp_path: Path, token: bool) -> None:
+    """As Qwen 3.5, GLM 4.5 and Kimi K2 write at times. A mark that is ordinary text may be part of the reasoning."""
+    tokens = [added(256, "<end>", special=True), *([added(257, "<tool_call>")] if token else [])]
+    tokenizer = make(tmp_path, added_tokens=tokens)
+    ids = tokenizer.encode(
+        '<think>I call.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+        add_special=False,
+        allow_special=True,
+    )
+    for size in (1, 7, len(ids)):
+        reader = ReplyReader(tokenizer, prompt_end="", tools=ToolParser(HERMES, [TOOL]), tool_format=HERMES)
+        pieces = [
+            reader.feed(SequenceOutput(1, tuple(ids[at : at + size]), (), (), None)) for at in range(0, len(ids), size)
+        ]
+        pieces.append(reader.feed(SequenceOutput(1, (), (), (), "stop")))
+        calls = join_calls(call for piece in pieces for call in piece.calls)
+        thought = "".join(piece.reasoning for piece in pieces)
+        assert [(call.name, call.arguments) for call in calls] == ([("f", '{"a": 1}')] if token else [])
+        assert thought == "I call." if token else thought.endswith("</tool_call>")
+        assert pieces[-1].end == ("tool_calls" if token else "stop")
 
 
 def test_a_terminal_is_shown_the_marks(gpt_oss: LoadedModel) -> None:
