@@ -227,7 +227,7 @@ class ChatTemplate:
                 **self._tokens,
                 "documents": None,
                 **self._arguments,
-                **arguments[index],
+                **_both_switches(arguments[index]),
                 "messages": [_in_parts(message) for message in messages] if typed else messages,
                 "tools": tools[index] if tools else None,
                 "add_generation_prompt": add_generation_prompt,
@@ -261,6 +261,11 @@ class ChatTemplate:
                     found.append(False)
             self._parts[source] = found == [False, True]
         return self._parts[source]
+
+
+def _both_switches(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    # DeepSeek V3.1, Kimi K2.5 and Granite 3 name the switch that requests set as enable_thinking otherwise.
+    return {"thinking": arguments["enable_thinking"], **arguments} if "enable_thinking" in arguments else arguments
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

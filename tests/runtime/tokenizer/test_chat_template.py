@@ -271,6 +271,13 @@ def test_arguments_outside_the_list(name: str) -> None:  # C11
         check_arguments({name: True})
 
 
+def test_the_switch_of_reasoning_has_two_names() -> None:
+    template = ChatTemplate({"default": "{{ enable_thinking }} {{ thinking }}"}, {})
+    assert render(template, [("user", "x")], enable_thinking=False) == "False False"
+    assert render(template, [("user", "x")], enable_thinking=False, thinking=True) == "False True"
+    assert render(template, [("user", "x")], thinking=True) == " True"
+
+
 def test_arguments_reach_the_template() -> None:
     template = ChatTemplate({"default": "{{ enable_thinking }} {{ documents | tojson }}"}, {})
     assert render(template, [("user", "x")], enable_thinking=False, documents=[{"t": "é"}]) == 'False [{"t": "é"}]'
