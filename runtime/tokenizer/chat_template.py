@@ -252,14 +252,14 @@ class ChatTemplate:
         if source not in self._parts:
             message = {"role": "user", "content": _PROBE}
             base = {**self._tokens, "documents": None, "tools": None, "add_generation_prompt": False}
-            found = []
-            for given in (message, _in_parts(message)):
-                request = {"template": source, "variables": [{**base, **self._arguments, "messages": [given]}]}
+            rendered = []
+            for variant in (message, _in_parts(message)):
+                request = {"template": source, "variables": [{**base, **self._arguments, "messages": [variant]}]}
                 try:
-                    found.append(_PROBE in self._worker.call(request, RENDER_SECONDS)[0])
+                    rendered.append(_PROBE in self._worker.call(request, RENDER_SECONDS)[0])
                 except WorkerError:
-                    found.append(False)
-            self._parts[source] = found == [False, True]
+                    rendered.append(False)
+            self._parts[source] = rendered == [False, True]
         return self._parts[source]
 
 

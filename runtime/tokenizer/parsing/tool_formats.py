@@ -49,7 +49,7 @@ class ToolFormat:
     template_markers: tuple[str, ...]  # all occur in the chat templates of its models
     regions: tuple[Region, ...]
     ignored: tuple[str, ...] = ()  # markers around calls, without meaning
-    sections: tuple[str, ...] = ()  # those of them that open a list of calls
+    sections: tuple[str, ...] = ()  # ignored markers that open a list of calls
     bare_json: bool = False  # a reply that starts with a brace is a call
     json_syntax: tuple[str, str, str, str] | None = None
 
@@ -61,8 +61,8 @@ def _call(
     arguments: Mapping[str, Any] | None = None,
     transform: Mapping[str, str] = _NAMED,
 ) -> tuple[Region, ...]:
-    each = transform in (_EACH, _COHERE)
-    return (Region("tool_calls", start, end, content, arguments or {}, transform, transform_each=each),)
+    is_list = transform in (_EACH, _COHERE)
+    return (Region("tool_calls", start, end, content, arguments or {}, transform, transform_each=is_list),)
 
 
 _LFM = _call(literal("<|tool_call_start|>"), literal("<|tool_call_end|>"), "python-calls", transform=_EACH)
