@@ -170,7 +170,7 @@ class Chat:
             tokenizer.vocabulary[index] for index in tokenizer.control_ids if tokenizer.piece(index, False) is None
         )
         if form is not THINK or any(name in form.marks for name in names):
-            parts = [part for part in parts if not part.reasoning and not part.mark]
+            return "".join(part.text for part in parts if not part.reasoning and not part.mark).lstrip()
         return "".join(part.text for part in parts)
 
     def statistics(self, reply: "Completion") -> str:

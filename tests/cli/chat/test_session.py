@@ -103,6 +103,23 @@ def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.Monke
     assert chat.conversation.turns[-1].content == "The capital of Japan is Tokyo."
 
 
+@pytest.mark.parametrize(
+    ("template", "reply", "content"),
+    [
+        ("<|channel|>analysis", "<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Four", "Four"),
+        ("<think>", "<think>\nHm.\n</think>\n\nFour", "<think>\nHm.\n</think>\n\nFour"),
+    ],
+)
+def test_reasoning_between_other_marks_is_not_part_of_the_history(
+    template: str, reply: str, content: str, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"{{# {template} #}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+    monkeypatch.setattr(chat.loaded.model.tokenizer, "template", ChatTemplate({"default": source}, {}))
+    monkeypatch.setattr(Completion, "__iter__", lambda self: (letter for letter in reply))
+    chat.answer("2 + 2?")
+    assert chat.conversation.turns[-1].content == content
+
+
 def test_two_chats_on_one_file_lose_nothing(chat: Chat, tmp_path: Path) -> None:
     """A file changed by another chat is left as it is, with a warning, until this chat is saved to another file."""
     path, other = tmp_path / "session.json", Conversation(turns=[Message("user", "a"), Message("assistant", "b")])
