@@ -14,7 +14,8 @@ from typing import Self
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import LockedError, disk_errors, flush, locked, require_space
 
-_MODULE = re.compile(r"\d+_\w+", re.ASCII)  # a folder of an embedding model's module, the only one in a model folder
+# The folders in a model folder: of an embedding model's modules, and of named chat templates.
+_INNER = re.compile(r"\d+_\w+|additional_chat_templates", re.ASCII)
 
 
 def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
@@ -29,7 +30,7 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     if target.is_symlink() or not target.is_dir():
         raise UsageError(f"{target}: not a folder", "only a model folder can be replaced; choose another name")
     entries = list(os.scandir(target))
-    others = any(entry.is_dir() and not _MODULE.fullmatch(entry.name) for entry in entries)
+    others = any(entry.is_dir() and not _INNER.fullmatch(entry.name) for entry in entries)
     if entries and ("config.json" not in {entry.name for entry in entries} or others):
         raise UsageError(f"{target}: not a model folder, so it is not replaced", "choose another name")
 

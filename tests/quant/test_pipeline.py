@@ -54,8 +54,6 @@ def source(tmp_path: Path) -> Source:
     shutil.copy(PICO / "generation_config.json", folder / "generation_config.json")
     (folder / "LICENSE").write_text("as is")
     (folder / "README.md").write_text("about the original")
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return Source("someone/small", folder, "someone/small", "0" * 40)
 
 
@@ -161,7 +159,10 @@ def test_transformers_reads_it_bit_for_bit(source: Source, tmp_path: Path, bits:
 
 def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Path) -> None:
     target = tmp_path / "out"
+    (source.folder / "additional_chat_templates").mkdir()
+    (source.folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     make(source, target)
+    make(source, target, overwrite=True)
     paths = [path for path in target.rglob("*") if path.is_file()]
     names = {path.relative_to(target).as_posix() for path in paths}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", record.CARD_FILE} <= names
