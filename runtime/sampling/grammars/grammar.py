@@ -12,6 +12,7 @@ from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
 from mycli.runtime.sampling.grammars.json_schema import FREE_NODES, PreparedSchema, count_values, prepare
 from mycli.runtime.sampling.grammars.lark import CallGrammar, LarkRules, Prelude, grammars_of
+from mycli.runtime.sampling.grammars.patterns import rust_pattern
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
 from mycli.runtime.sampling.grammars.state import GrammarState, Reasoning, ReplyLimits
 from mycli.runtime.sampling.grammars.worker import LEXER_FUEL
@@ -104,8 +105,7 @@ class GrammarCompiler:
 
     def regex(self, pattern: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a regular expression for the whole reply, without look-around and back-references."""
-        _check_size(pattern, "regular expression")
-        return self._compile(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression", prelude)
+        return self._compile(self._from_regex(pattern, "regular expression"), "regular expression", prelude)
 
     def lark(self, text: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a grammar in llguidance's dialect of Lark."""
@@ -123,9 +123,9 @@ class GrammarCompiler:
             return Alternative(self._schema(prepared, source, _FREE), source, source, (prepared,))
         if kind == "gbnf":
             return Alternative(self._from_gbnf(text), "grammar", source)
-        _check_size(text, source)
         if kind == "regex":
-            return Alternative(str(llguidance.LLMatcher.grammar_from_regex(text)), "regular expression", source)
+            return Alternative(self._from_regex(text, source), "regular expression", source)
+        _check_size(text, source)
         return Alternative(str(llguidance.LLMatcher.grammar_from_lark(text)), "grammar", source)
 
     def any_text(self, prelude: Prelude) -> "Grammar":
@@ -193,12 +193,19 @@ class GrammarCompiler:
             rules.append(f"({self._rules.literal(call.before)} @call{index} {self._rules.literal(call.after)})")
         return " | ".join(rules), bodies, schemas
 
+    def _from_regex(self, pattern: str, source: str) -> str:
+        _check_size(pattern, source)
+        try:
+            return str(llguidance.LLMatcher.grammar_from_regex(rust_pattern(pattern)))
+        except ValueError as error:
+            raise UsageError(f"regular expression: {error}", "use an expression without them") from None
+
     def _from_gbnf(self, text: str) -> str:
-        from llguidance.gbnf_to_lark import any_to_lark
+        from mycli.runtime.sampling.grammars.gbnf import lark_grammar
 
         _check_size(text, "grammar", MAX_GBNF)
         try:
-            lark = any_to_lark(text)
+            lark = lark_grammar(text)
         except Exception as error:  # the converter raises IndexError and RecursionError for damaged grammars
             cause = str(error) or type(error).__name__
             raise UsageError(f"grammar: not a usable GBNF grammar: {cause:.200}", "see llama.cpp's grammars") from None

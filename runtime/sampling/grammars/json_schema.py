@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mycli.runtime.sampling.grammars.patterns import rust_pattern
+from mycli.runtime.sampling.grammars.references import References, quoted
+
 # Nodes of a schema, with references expanded where schemas are merged: allOf, and any other keyword next to a
 # reference. The compiler merges by copying, so 40 references, each used twice, would need 2^40 nodes.
 MAX_NODES = 20_000
@@ -38,8 +41,14 @@ UNSUPPORTED = frozenset(
 STRING_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
-_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # in a list (RFC 6901, section 4)
+# The dialects that the compiler knows. In any other, keywords mean what they do in the newest of these.
+_DIALECT = re.compile(r"https?(://json-schema\.org/draft)(-0[467]|/2019-09|/2020-12)/schema#?")
+# Bounds and lengths that the compiler can compute with: it reads bounds as fp64 and converts them to 64-bit integers.
+_LARGEST_BOUNDS = 1024 - (1 << 63), (1 << 63) - 1
+_LARGEST_NUMBER = 10**18
+_ANY_NUMBER = 1.7e308
+_LARGEST_LENGTH = (1 << 31) - 1
+_LEFT_OUT = object()
 _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
 
 
@@ -60,7 +69,7 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
     """
     cost = _Cost(schema)
     nodes = cost.total()
-    rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema))
+    rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema), References(schema))
     return PreparedSchema(rewriter.rewrite(), tuple(rewriter.loosened), nodes, cost.patterns)
 
 
@@ -81,22 +90,6 @@ def count_values(schema: Any) -> int | None:
     return sum(count for count in counts if count is not None) if None not in counts else None
 
 
-def _find(root: Any, reference: Any) -> Any:
-    # The target of a reference inside the schema, None for others.
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
-    node = root
-    for part in reference.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, Mapping) and key in node:
-            node = node[key]
-        elif isinstance(node, list) and _INDEX.fullmatch(key) and int(key) < len(node):
-            node = node[int(key)]
-        else:
-            return None
-    return node
-
-
 def _asserts(node: Mapping[str, Any]) -> int:
     # The number of keywords that restrict a value: two or more are merged.
     return sum(key not in _ANNOTATIONS for key in node)
@@ -105,7 +98,9 @@ def _asserts(node: Mapping[str, Any]) -> int:
 def _has_inner_ids(schema: Any, inner: bool = False) -> bool:
     # An $id changes what the references inside it are relative to.
     if isinstance(schema, Mapping):
-        return (inner and "$id" in schema) or any(_has_inner_ids(value, True) for value in schema.values())
+        return (inner and isinstance(schema.get("$id"), str)) or any(
+            _has_inner_ids(value, True) for value in schema.values()
+        )
     return isinstance(schema, list) and any(_has_inner_ids(value, True) for value in schema)
 
 
@@ -113,7 +108,7 @@ class _Cost:
     # Estimates nodes and alternatives of what the compiler builds.
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
+        self._root, self._references = root, References(root)
         self._expanded: dict[str, tuple[int, int]] = {}
         self._visits = 0
         self.patterns = False
@@ -165,7 +160,7 @@ class _Cost:
             return 1, 1
         if reference not in self._expanded:
             self._expanded[reference] = (1, 1)  # a reference to itself is not expanded again
-            self._expanded[reference] = self._weigh(_find(self._root, reference), reference, True)
+            self._expanded[reference] = self._weigh(self._references.find(reference), reference, True)
         return self._expanded[reference]
 
     def _check(self, alternatives: int, nodes: int, path: str) -> None:
@@ -185,21 +180,26 @@ class _Rewriter:
     root: Mapping[str, Any]
     strict: bool
     closed: bool
+    references: References
     loosened: list[str] = field(default_factory=list)
     _open: dict[str, str] = field(default_factory=dict)  # name of the open copy of a reference's target
     _copies: dict[str, Any] = field(default_factory=dict)
 
-    def rewrite(self) -> dict[str, Any]:
+    def rewrite(self) -> Mapping[str, Any]:
         schema = {key: value for key, value in self.root.items() if key != _OPTIONS}
-        rewritten: dict[str, Any] = self._node(schema, "#", False)
+        rewritten = self._node(schema, "#", False)
+        if rewritten is False:
+            raise ValueError("#/not: nothing can match")
         if self._copies:
-            rewritten["$defs"] = {**rewritten.get("$defs", {}), **self._copies}
-        return rewritten
+            return {**rewritten, "$defs": {**rewritten.get("$defs", {}), **self._copies}}
+        return dict(rewritten)
 
     def _node(self, node: Any, path: str, merged: bool) -> Any:
         """`merged`: the node is combined with others, so it stays open: they may name further properties."""
         if not isinstance(node, Mapping):
             return node
+        if "not" in node and node["not"] in ({}, True):
+            return False  # as zod writes a property that must be absent
         combined = merged or _asserts(node) > 1
         result: dict[str, Any] = {}
         for key, value in node.items():
@@ -207,42 +207,39 @@ class _Rewriter:
             if key in _DEFINITIONS and isinstance(value, Mapping):
                 result[key] = {name: self._node(part, f"{place}/{name}", False) for name, part in value.items()}
             elif key in _MAPS and isinstance(value, Mapping):
-                result[key] = {name: self._node(part, f"{place}/{name}", merged) for name, part in value.items()}
+                parts = {name: self._node(part, f"{place}/{name}", merged) for name, part in value.items()}
+                result[key] = parts if key == "properties" else _rust_keys(parts, place)
             elif key in _LISTS and isinstance(value, list):
                 inner = merged if key in ("prefixItems", "items") else combined or (key == "allOf" and len(value) > 1)
                 result[key] = [self._node(part, f"{place}/{index}", inner) for index, part in enumerate(value)]
             elif key in _CHILDREN:
                 result[key] = self._node(value, place, merged)
-            elif key == "$ref" and combined and self.closed:
-                result[key] = self._open_copy(value)
-            elif not self._left_out(key, value, place):
-                result[key] = value
+            elif key == "$ref":
+                result[key] = self._reference(value, combined)
+            elif (readable := self._keyword(node, key, place)) is not _LEFT_OUT:
+                result[key] = readable
         if self.closed and not merged:
             self._close(node, result)
-            if node.get("type") == "integer" and not _BOUNDS.intersection(node):
+            if node.get("type") == "integer" and not _BOUNDS.intersection(result):
                 result |= {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
         return result
 
-    def _left_out(self, key: str, value: Any, place: str) -> bool:
-        if key == "format":
-            problem = f"format {value!r:.60} is not supported" if value not in STRING_FORMATS else ""
-        elif key == "pattern":
-            regular = not isinstance(value, str) or not _NOT_REGULAR.search(value)
-            problem = "" if regular else "look-around and back-references are not supported"
-        else:
-            problem = "this keyword is not supported" if key in UNSUPPORTED else ""
-            if key == "not" and value in ({}, True):
-                raise ValueError(f"{place}: nothing can match")
-        if problem and self.strict:
-            raise ValueError(f"{place}: {problem}")
-        if problem:
+    def _keyword(self, node: Mapping[str, Any], key: str, place: str) -> Any:
+        try:
+            return _readable(node, key, node[key])
+        except ValueError as error:
+            if self.strict:
+                raise ValueError(f"{place}: {error}") from None
             self.loosened.append(place)
-        return bool(problem)
+            return _LEFT_OUT
 
-    def _open_copy(self, reference: Any) -> Any:
-        target = _find(self.root, reference)
-        if not isinstance(target, Mapping):
-            return reference
+    def _reference(self, reference: Any, combined: bool) -> Any:
+        target = self.references.find(reference)
+        if combined and self.closed and isinstance(target, Mapping):
+            return self._open_copy(reference, target)
+        return reference if target is None else quoted(reference)
+
+    def _open_copy(self, reference: str, target: Mapping[str, Any]) -> str:
         if reference not in self._open:
             name = f"open-{len(self._open)}"
             self._open[reference] = name
@@ -275,7 +272,7 @@ class _Rewriter:
         reference = node.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
-            parts = [*parts, _find(self.root, reference)]
+            parts = [*parts, self.references.find(reference)]
         for part in parts:
             inner = self._names(part, seen)
             if inner is None or (not inner and _accepts_objects(part)):
@@ -290,3 +287,53 @@ def _accepts_objects(node: Any) -> bool:
         return bool(node)
     kinds = node.get("type")
     return kinds is None or "object" in (kinds if isinstance(kinds, list) else [kinds])
+
+
+def _types(node: Mapping[str, Any]) -> Sequence[Any]:
+    types = node.get("type")
+    return types if isinstance(types, list) else () if types is None else (types,)
+
+
+def _readable(node: Mapping[str, Any], key: str, value: Any) -> Any:
+    """Return the value of a keyword of `node` as the compiler reads it, `_LEFT_OUT` if it restricts nothing.
+
+    Raises ValueError if it is not supported.
+    """
+    if key in UNSUPPORTED:
+        raise ValueError("this keyword is not supported")
+    if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        return _bound(node, key, value)
+    if key == "maxLength" and isinstance(value, int) and value > _LARGEST_LENGTH:
+        return _LEFT_OUT
+    if not isinstance(value, str):
+        return value
+    if key == "$schema":
+        dialect = _DIALECT.fullmatch(value)
+        return f"http{'' if dialect[2][0] == '-' else 's'}{dialect[1]}{dialect[2]}/schema" if dialect else _LEFT_OUT
+    if key == "format":
+        if (types := _types(node)) and "string" not in types:
+            return _LEFT_OUT  # such as OpenAPI's int32
+        if value in ("time", "date-time") and re.fullmatch(r"\^.*\$", str(node.get("pattern"))):
+            return _LEFT_OUT  # zod writes them for times without a time zone or seconds, which only its pattern shows
+        if value not in STRING_FORMATS:
+            raise ValueError(f"format {value!r:.60} is not supported")
+    if key == "pattern":
+        return rust_pattern(value)
+    return quoted(value) if key in ("$id", "id") else value
+
+
+def _bound(node: Mapping[str, Any], key: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if abs(value) >= _ANY_NUMBER:
+        return _LEFT_OUT
+    integer = "integer" in _types(node) and "number" not in _types(node)
+    low, high = _LARGEST_BOUNDS if integer else (-_LARGEST_NUMBER, _LARGEST_NUMBER)
+    return max(value, low) if key in ("minimum", "exclusiveMinimum") else min(value, high)
+
+
+def _rust_keys(parts: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    try:
+        return {rust_pattern(pattern): part for pattern, part in parts.items()}
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None

@@ -20,7 +20,13 @@ from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.grammars import grammar
-from mycli.runtime.sampling.grammars.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState
+from mycli.runtime.sampling.grammars.grammar import (
+    JSON_MODE,
+    MAX_SOURCE,
+    Grammar,
+    GrammarCompiler,
+    GrammarState,
+)
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
@@ -199,7 +205,7 @@ def test_what_is_no_schema_is_refused(pico: Tokenizer, text: str) -> None:
         Grammar.from_schema(text, "s.json", pico, frozenset(pico.eos))
 
 
-@pytest.mark.parametrize("pattern", ["", "[", "(?=a)b", r"(a)\1", "x" * (MAX_SOURCE + 1)])
+@pytest.mark.parametrize("pattern", ["", "[", "(?=a)b", r"(a)\1", r"\ba", "x" * (MAX_SOURCE + 1)])
 def test_bad_expression_refused(pico: Tokenizer, pattern: str) -> None:
     with pytest.raises(UsageError, match="regular expression"):
         Grammar.from_regex(pattern, pico, frozenset(pico.eos))
@@ -217,6 +223,64 @@ def test_expressions_that_explode_elsewhere_take_their_steps(pico: Tokenizer, pa
     with contextlib.suppress(ModelError, UsageError):
         text, _ = draw(pico, Grammar.from_regex(pattern, pico, frozenset(pico.eos)), seed=0, limit=10)
         assert text
+
+
+def matches(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    state = grammar.start()
+    try:
+        for token in tokenizer.encode(text, add_special=False):
+            state.accept([token])
+    except UsageError:
+        return False
+    return state.complete
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "other"),
+    [
+        (r'root ::= "\u00e9"', "é", "e"),
+        (r"root ::= [\u00e0-\u00ff]", "é", "e"),
+        (r"root ::= [\U0001F600-\U0001F64F]", "😀", "e"),
+        (r'root ::= "\\u00e9"', r"\u00e9", "é"),
+        (r'root ::= "\[\x41\]" # "[', "[A]", "A"),
+        ('root ::= "a" .', "a\n", "aab"),
+        ("root ::= [.a&&b]+", ".&b", "c"),
+        (r"root ::= [a\-z]+", "-az", "b"),
+        ('root ::= start\nstart ::= "x"', "x", "start"),
+        ('?start: "x" | y\ny: "z"', "z", "y"),
+    ],
+)
+def test_gbnf_is_read_as_llama_cpp_reads_it(pico: Tokenizer, source: str, text: str, other: str) -> None:
+    """Regression: the converter refused or changed these."""
+    grammar = GrammarCompiler(pico, frozenset(pico.eos)).gbnf(source)
+    grammar.compile()
+    assert matches(grammar, pico, text) and not matches(grammar, pico, other)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "other"),
+    [
+        (r"[[]a[a&&b~~]+", "[a&~", "[ac"),
+        (r"[+--][\w-.]", ",.", "a."),
+        (r'{"a": \d{2}}{}', '{"a": 12}{}', "a"),
+        (r"a{,2}b{1,}", "aabb", "aaab"),
+        (r"[^]]", "a", "]"),
+        (r"[\b]\cA\0", "\b\x01\0", "b"),
+        (r"\<\/\_\p{L}{2}\x{41}\u{42}", "</_éüAB", "/_éüAB"),
+        (r"\A\ud83d\ude00[\ud83d\ude00-\ud83d\ude01]\Z", "😀😁", "😀a"),
+        (r"[[:alpha:]_]", "_", "["),
+        (r"\\1[(?=]", r"\1=", "1="),
+        ("a[^]", "a\n", "a"),
+    ],
+)
+def test_expressions_of_other_dialects(pico: Tokenizer, pattern: str, text: str, other: str) -> None:
+    """Regression: Rust's syntax was assumed, in which these are errors or mean something else."""
+    stops = frozenset(pico.eos)
+    regex = Grammar.from_regex(pattern, pico, stops)
+    assert matches(regex, pico, text) and not matches(regex, pico, other)
+    schema = Grammar.from_schema(json.dumps({"type": "string", "pattern": f"^{pattern}$"}), "s.json", pico, stops)
+    quoted, other_quoted = (json.dumps(value, ensure_ascii=False) for value in (text, other))
+    assert matches(schema, pico, quoted) and not matches(schema, pico, other_quoted)
 
 
 def test_ordinary_schemas_are_not_too_large(pico: Tokenizer) -> None:

@@ -76,7 +76,9 @@ def test_f9_an_unsupported_keyword_is_left_out_or_refused_by_name(keyword: str) 
         prepare(schema, strict=True, closed=False)
 
 
-@pytest.mark.parametrize("entry", [{"format": "binary"}, {"pattern": "(?=a)b"}, {"pattern": r"(a)\1"}])
+@pytest.mark.parametrize(
+    "entry", [{"format": "binary"}, {"pattern": "(?=a)b"}, {"pattern": r"(a)\1"}, {"pattern": r"\ba"}]
+)
 def test_f9_formats_and_patterns_that_are_not_regular(entry: dict[str, str]) -> None:
     (keyword,) = entry
     assert prepare({"type": "string", **entry}, False, True).loosened == (f"#/{keyword}",)
@@ -110,6 +112,85 @@ def test_f10_an_object_with_named_properties_is_closed() -> None:
 def test_f10_what_is_said_of_other_properties_stays(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
     assert prepare(NAMES, strict=False, closed=False).schema == NAMES
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/Base%20<id>", "#/$defs/Base <id>", "#base", "http://a/b#base"])
+def test_parts_found_by_any_reference_are_closed_together(reference: str) -> None:
+    """Regression: only plain JSON pointers were followed, so the base alone was closed and no other property fit."""
+    base = {"$anchor": "base", "type": "object", "properties": {"id": {"type": "string"}}}
+    schema = closed({"$id": "http://a/b", "$defs": {"Base <id>": base}, "allOf": [{"$ref": reference}, NAMES]})
+    assert set(schema["properties"]) == {"id", "name", "age"}
+    with pytest.raises(ValueError, match="more than"):
+        prepare(json.loads(json.dumps(doubling(20, "anyOf")).replace("#/$defs", "#/%24defs")), True, True)
+
+
+def test_references_and_identifiers_become_uris() -> None:
+    """Regression: the compiler refused names of types that are no part of a URI."""
+    schema = closed(
+        {"$id": "My type", "properties": {"a": {"$ref": "#/$defs/Page<Größe>"}}, "$defs": {"Page<Größe>": {}}}
+    )
+    assert schema["$id"] == "My%20type"
+    assert schema["properties"]["a"]["$ref"] == "#/$defs/Page%3CGr%C3%B6%C3%9Fe%3E"
+
+
+def test_a_property_called_like_the_identifier_leaves_objects_closed() -> None:
+    """Regression: `$id` among the properties counted as an identifier of a part, in which nothing was closed."""
+    schema = {"type": "object", "properties": {"$id": {"type": "string"}}}
+    assert closed(schema) == {**schema, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "known"),
+    [
+        ("https://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-07/schema"),
+        ("http://json-schema.org/draft/2020-12/schema", "https://json-schema.org/draft/2020-12/schema"),
+        ("http://json-schema.org/schema#", None),
+        ("https://spec.openapis.org/oas/3.1/dialect/base", None),
+    ],
+)
+def test_dialects_the_compiler_does_not_know(dialect: str, known: str | None) -> None:
+    """Regression: it would fetch them, which is refused."""
+    assert closed({"$schema": dialect, "type": "string"}).get("$schema") == known
+
+
+def test_not_anything_is_false() -> None:
+    """Regression: zod's never() and undefined() made the whole schema unusable."""
+    assert closed({"anyOf": [{"type": "string"}, {"not": {}}]})["anyOf"] == [{"type": "string"}, False]
+    with pytest.raises(ValueError, match="#/not: nothing can match"):
+        closed({"not": {}})
+
+
+def test_bounds_beyond_what_the_compiler_computes() -> None:
+    """Regression: the ranges of int64 and of floats, which zod and schemars write, were refused."""
+    low, high = -(1 << 63), (1 << 63) - 1
+    assert closed({"type": "integer", "minimum": low, "maximum": high}) == {
+        "type": "integer",
+        "minimum": low + 1024,
+        "maximum": high,
+    }
+    assert closed({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}) == {
+        "type": "number",
+        "minimum": -(10**18),
+        "maximum": 10**18,
+    }
+    assert closed({"type": "number", "minimum": -1.7976931348623157e308}) == {"type": "number"}
+    assert closed({"type": "number", "exclusiveMinimum": 1e30}) == {"type": "number", "exclusiveMinimum": 1e30}
+    assert closed({"type": "string", "maxLength": LARGEST_INTEGER}) == {"type": "string"}
+
+
+def test_formats_of_numbers_restrict_nothing() -> None:
+    """Regression: OpenAPI's int32 made a strict schema unusable."""
+    for kind, name in (("integer", "int32"), ("number", "double")):
+        assert "format" not in prepare({"type": kind, "format": name}, strict=True, closed=True).schema
+    with pytest.raises(ValueError, match="format 'int32' is not supported"):
+        prepare({"type": ["integer", "string"], "format": "int32"}, strict=True, closed=True)
+
+
+def test_a_pattern_says_more_than_a_format_of_times() -> None:
+    """Regression: zod's local times have no time zone, so nothing matched both."""
+    schema = {"type": "string", "format": "time", "pattern": r"^\d\d:\d\d$"}
+    assert closed(schema) == {"type": "string", "pattern": schema["pattern"]}
+    assert closed({"type": "string", "format": "time"}) == {"type": "string", "format": "time"}
 
 
 def test_f10_parts_of_one_object_are_closed_together() -> None:
