@@ -35,9 +35,10 @@ def _parts(pattern: str) -> Iterator[str]:
         if token[:2] == r"\c":
             yield f"\\x{ord(token[-1]) % 32:02x}"
         elif inside:
-            inside = token != "]" or at == begin + 1  # a bracket that comes first is a literal
-            literal = token == "-" and (before == "-" or _CLASS.match(before) or _CLASS.match(pattern, at))
-            yield r"\-" if literal else _CLASS_ESCAPES.get(token, token)
+            first = at == begin + 1
+            inside = token != "]" or first
+            no_range = token == "-" and (before == "-" or _CLASS.match(before) or _CLASS.match(pattern, at))
+            yield "\\" + token if no_range or (first and token in "-]") else _CLASS_ESCAPES.get(token, token)
         elif token == "[^" and pattern[at : at + 1] == "]" and "]" not in pattern[at + 1 :]:
             at += 1
             yield r"[\s\S]"  # ECMAScript's [^]
@@ -48,4 +49,5 @@ def _parts(pattern: str) -> Iterator[str]:
             yield head + token[1:]
         else:
             inside, begin = token[0] == "[", at
-            yield _ESCAPES.get(token, token)
+            # In strings, a class with all control characters has the escapes of quotes and backslashes, too.
+            yield r"[^\x00" if token == "[^" else _ESCAPES.get(token, token)

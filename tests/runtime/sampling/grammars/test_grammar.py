@@ -271,6 +271,9 @@ def test_gbnf_is_read_as_llama_cpp_reads_it(pico: Tokenizer, source: str, text: 
         (r"[[:alpha:]_]", "_", "["),
         (r"\\1[(?=]", r"\1=", "1="),
         ("a[^]", "a\n", "a"),
+        (r"[-^][^-^][]a-]", "-a]", "-^a"),
+        (r'[^"]{2}', "a\\", 'a"'),
+        (r"[^\\]{2}", 'a"', "a\\"),
     ],
 )
 def test_expressions_of_other_dialects(pico: Tokenizer, pattern: str, text: str, other: str) -> None:
