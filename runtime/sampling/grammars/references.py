@@ -8,6 +8,28 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # in a list (RFC 6901, section 4)
 _PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # by names, not keywords
+_DATA = ("enum", "const", "default", "examples")
+
+
+def relocated(node: Any, pointer: str, names: bool = False) -> Any:
+    """Return a schema with the references to itself as they must be at the JSON pointer `pointer` of another one.
+
+    names: the keys of `node` are names of properties or definitions.
+    """
+    if isinstance(node, list):
+        return [relocated(part, pointer) for part in node]
+    if not isinstance(node, Mapping):
+        return node
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        if key == "$ref" and not names and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
+            result[key] = f"#{pointer}{value[1:]}"
+        elif names or key not in _DATA:
+            result[key] = relocated(value, pointer, key in _MAPS and not names)
+        else:
+            result[key] = value
+    return result
 
 
 def quoted(reference: str) -> str:

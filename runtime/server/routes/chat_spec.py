@@ -10,6 +10,7 @@ from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.grammars.lark import CallGrammar, Prelude
+from mycli.runtime.sampling.grammars.references import relocated
 from mycli.runtime.server.http.api_error import ApiError, from_user_error
 from mycli.runtime.server.requests.formats import ResponseFormat
 from mycli.runtime.server.requests.schemas import Sampling
@@ -191,23 +192,11 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
     if spec.named is not None:
         functions = [function for function in functions if function["name"] == spec.named]
     assert tool_format.json_syntax is not None
-    before, after, name_key, arguments_key = tool_format.json_syntax
-    calls = []
-    for function in functions:
-        parameters = {"type": "object", **(function.get("parameters") or {})}
-        schema = {
-            "type": "object",
-            "properties": {name_key: {"const": function["name"]}, arguments_key: parameters},
-            "required": [name_key, arguments_key],
-            "additionalProperties": False,
-            # References in the parameters are relative to the root, which is now this schema.
-            **{key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters},
-        }
-        calls.append(CallGrammar(before, json.dumps(schema), after, function["name"] in spec.strict))
     # Without a closing mark nothing says where one call ends and the next begins.
-    single = spec.named is not None or not spec.parallel or not after
+    single = spec.named is not None or not spec.parallel or not tool_format.json_syntax[1]
     otherwise = None if spec.choice == "required" else service.format_source(spec.format)
     try:
+        calls = [_call(function, tool_format.json_syntax, function["name"] in spec.strict) for function in functions]
         if spec.choice == "auto" and otherwise is None:
             return service.compiler.calls_in_text(calls, "tools", prelude)
         return service.compiler.calls(calls, 1 if single else None, "tools", prelude, otherwise)
@@ -215,3 +204,19 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
         raise from_user_error(error, "tools") from None
     except RecursionError:
         raise ApiError(400, "tools: a schema is nested too deeply", "invalid_value", param="tools") from None
+
+
+def _call(function: Mapping[str, Any], syntax: tuple[str, str, str, str], strict: bool) -> CallGrammar:
+    before, after, name_key, arguments_key = syntax
+    parameters = {"type": "object", **(function.get("parameters") or {})}
+    parameters.pop("$id", None)  # references in them are relative to the whole call now
+    schema = {
+        "type": "object",
+        "properties": {
+            name_key: {"const": function["name"]},
+            arguments_key: relocated(parameters, f"/properties/{arguments_key}"),
+        },
+        "required": [name_key, arguments_key],
+        "additionalProperties": False,
+    }
+    return CallGrammar(before, json.dumps(schema), after, strict)

@@ -197,6 +197,31 @@ def test_a_format_beside_tools_allows_either(
             assert (found, calls) == (content, called) or text.startswith('{"city": "O')
 
 
+def test_references_in_a_tool_s_schema_are_relative_to_it(reasoning: LoadedModel) -> None:
+    """Regression: zod refers to an earlier property; only `$defs` were found, so forced calls were refused."""
+    place = {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "required": ["x"]}
+    parameters = {
+        "$id": "https://example.com/move",
+        "properties": {
+            "from": place,
+            "to": {"$ref": "#/properties/from"},
+            "next": {"$ref": "#"},
+            "$ref": {"type": "string"},
+        },
+        "required": ["from", "to"],
+        "$defs": {"n": {"type": "integer", "default": {"$ref": "#/x"}}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    begin = '{"from": {"x": 1}, "to": {"x": 2}, '
+    arguments = begin + '"next": ' + begin + '"$ref": "#/a"}, "$ref": "#"}'
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    ids = reasoning.tokenizer.encode(text, add_special=False, allow_special=True)
+    with serving(reasoning, GrammarEngine(lambda request: ids)) as served:
+        answer = served.chat("Go", tools=[tool], tool_choice="required")
+        assert answer.status == 200, answer.body
+        assert joined(answer)[2] == [("f", arguments)]
+
+
 def test_anthropic_structured_outputs_are_kept(served: Served) -> None:
     form = {"type": "json_schema", "schema": ANSWER}
     with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0) as client:
