@@ -245,6 +245,7 @@ def matches(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
         (r'root ::= "\[\x41\]" # "[', "[A]", "A"),
         ('root ::= "a" .', "a\n", "aab"),
         ("root ::= [.a&&b]+", ".&b", "c"),
+        ('root ::= ([x]* )+ n\nn ::= ("y"{2} ){2} | "z"', "xxyyyy", "xyyy"),
         (r"root ::= [a\-z]+", "-az", "b"),
         ('root ::= start\nstart ::= "x"', "x", "start"),
         ('?start: "x" | y\ny: "z"', "z", "y"),
