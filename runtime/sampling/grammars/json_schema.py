@@ -38,6 +38,13 @@ UNSUPPORTED = frozenset(
     + ("if", "then", "else", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
     + ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
 )
+# Values of these that restrict nothing; zod writes the names of a record, other generators defaults.
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+}
 STRING_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
@@ -48,6 +55,7 @@ _LARGEST_BOUNDS = 1024 - (1 << 63), (1 << 63) - 1
 _LARGEST_NUMBER = 10**18
 _ANY_NUMBER = 1.7e308
 _LARGEST_LENGTH = (1 << 31) - 1
+_COUNTS = ("minProperties", "maxProperties")
 _LEFT_OUT = object()
 _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
 
@@ -222,16 +230,23 @@ class _Rewriter:
             self._close(node, result)
             if node.get("type") == "integer" and not _BOUNDS.intersection(result):
                 result |= {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
+        if not merged and not _countable(result):
+            for key in [key for key in _COUNTS if key in result]:
+                del result[key]
+                self._refuse(f"{path}/{key}", "is not supported where properties are optional")
         return result
 
     def _keyword(self, node: Mapping[str, Any], key: str, place: str) -> Any:
         try:
             return _readable(node, key, node[key])
         except ValueError as error:
-            if self.strict:
-                raise ValueError(f"{place}: {error}") from None
-            self.loosened.append(place)
+            self._refuse(place, str(error))
             return _LEFT_OUT
+
+    def _refuse(self, place: str, problem: str) -> None:
+        if self.strict:
+            raise ValueError(f"{place}: {problem}")
+        self.loosened.append(place)
 
     def _reference(self, reference: Any, combined: bool) -> Any:
         target = self.references.find(reference)
@@ -289,6 +304,19 @@ def _accepts_objects(node: Any) -> bool:
     return kinds is None or "object" in (kinds if isinstance(kinds, list) else [kinds])
 
 
+def _countable(node: Mapping[str, Any]) -> bool:
+    # The compiler counts optional properties only up to one, and only if there are no others than those with names.
+    least, most = node.get("minProperties", 0), node.get("maxProperties")
+    properties, required = node.get("properties"), node.get("required", [])
+    if not isinstance(least, int) or not isinstance(most, int | None) or not isinstance(required, list):
+        return True  # refused as invalid
+    optional = isinstance(properties, Mapping) and any(name not in required for name in properties)
+    if not optional or (least <= len(required) and most is None):
+        return True
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    return closed and least - len(required) <= 1 and (most is None or most - len(required) == 1)
+
+
 def _types(node: Mapping[str, Any]) -> Sequence[Any]:
     types = node.get("type")
     return types if isinstance(types, list) else () if types is None else (types,)
@@ -300,6 +328,8 @@ def _readable(node: Mapping[str, Any], key: str, value: Any) -> Any:
     Raises ValueError if it is not supported.
     """
     if key in UNSUPPORTED:
+        if value in _NEUTRAL.get(key, ()):
+            return _LEFT_OUT
         raise ValueError("this keyword is not supported")
     if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         return _bound(node, key, value)

@@ -66,7 +66,7 @@ def test_shared_and_recursive_references_are_no_bombs() -> None:
 
 @pytest.mark.parametrize("keyword", sorted(UNSUPPORTED))
 def test_f9_an_unsupported_keyword_is_left_out_or_refused_by_name(keyword: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "object", keyword: {"type": "string"}}}}
+    schema = {"type": "object", "properties": {"a": {"type": "object", keyword: {"type": "array"}}}}
     prepared = prepare(schema, strict=False, closed=False)
     assert prepared.loosened == (f"#/properties/a/{keyword}",)
     assert prepared.schema["properties"]["a"] == {"type": "object"}
@@ -178,6 +178,13 @@ def test_bounds_beyond_what_the_compiler_computes() -> None:
     assert closed({"type": "string", "maxLength": LARGEST_INTEGER}) == {"type": "string"}
 
 
+@pytest.mark.parametrize("entry", [{"propertyNames": {"type": "string"}}, {"uniqueItems": False}])
+def test_an_unsupported_keyword_that_restricts_nothing_is_left_out(entry: dict[str, Any]) -> None:
+    """Regression: zod's records were refused as strict schemas."""
+    prepared = prepare({"type": "object", **entry}, strict=True, closed=True)
+    assert prepared.schema == {"type": "object"} and not prepared.loosened
+
+
 def test_formats_of_numbers_restrict_nothing() -> None:
     """Regression: OpenAPI's int32 made a strict schema unusable."""
     for kind, name in (("integer", "int32"), ("number", "double")):
@@ -191,6 +198,28 @@ def test_a_pattern_says_more_than_a_format_of_times() -> None:
     schema = {"type": "string", "format": "time", "pattern": r"^\d\d:\d\d$"}
     assert closed(schema) == {"type": "string", "pattern": schema["pattern"]}
     assert closed({"type": "string", "format": "time"}) == {"type": "string", "format": "time"}
+
+
+def test_numbers_of_optional_properties_that_cannot_be_counted_are_left_out() -> None:
+    """Regression: such a tool was refused although nothing asked for strict calls."""
+    names = {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}}
+    for schema in (
+        {**names, "minProperties": 2},
+        {**names, "minProperties": 1, "additionalProperties": True},
+        {**names, "required": ["a"], "maxProperties": 1},
+    ):
+        (count,) = {"minProperties", "maxProperties"} & set(schema)
+        prepared = prepare(schema, strict=False, closed=True)
+        assert prepared.loosened == (f"#/{count}",) and count not in prepared.schema
+        with pytest.raises(ValueError, match=f"#/{count}: is not supported where properties are optional"):
+            prepare(schema, strict=True, closed=True)
+    for schema in (
+        {**names, "minProperties": 1},
+        {**names, "required": ["b"], "maxProperties": 2},
+        {**names, "required": ["a", "b", "c"], "minProperties": 4, "additionalProperties": True},
+        {"type": "object", "minProperties": 2},
+    ):
+        assert set(schema) <= set(prepare(schema, strict=True, closed=True).schema)
 
 
 def test_f10_parts_of_one_object_are_closed_together() -> None:
