@@ -42,7 +42,7 @@ def _part(part: str) -> str:
 def _character(escape: re.Match[str]) -> str:
     digits = next(filter(None, escape.groups()), None)
     if digits is None:
-        # Two of them in a class are a set operation in Lark; llama.cpp writes \- for a schema.
+        # Doubled in a class, these are a set operation in Lark; llama.cpp writes \- for a schema.
         return {"&": r"\x26", "~": r"\x7e", r"\-": r"\x2d"}.get(escape[0], escape[0])
     code = int(digits, 16)
     return f"\\x{code:02x}" if code < 128 else escape[0] if 0xD800 <= code < 0xE000 else chr(code)
