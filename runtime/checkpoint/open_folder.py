@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from mycli.runtime.checkpoint.formats import Headers
+from mycli.runtime.checkpoint.formats import Headers, is_quantized
 from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.utils.json_fields import read_object
+from mycli.runtime.utils.json_fields import Fields, read_object
+
+MODELOPT_CONFIG = "hf_quant_config.json"  # ModelOpt up to 0.29 describes its weights here and not in config.json
 
 
 def open_model_folder(path: Path, remote: Headers | None = None) -> ModelFolder:
@@ -19,4 +21,8 @@ def open_model_folder(path: Path, remote: Headers | None = None) -> ModelFolder:
         from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 
         return GgufFolder.open_file(path)
-    return ModelFolder.from_config(read_object(path / "config.json"), path, remote)
+    raw = read_object(path / "config.json")
+    if not is_quantized(raw) and (path / MODELOPT_CONFIG).is_file():
+        section = {**read_object(path / MODELOPT_CONFIG).values, "quant_method": "modelopt"}
+        raw = Fields({**raw.values, "quantization_config": section}, raw.source)
+    return ModelFolder.from_config(raw, path, remote)

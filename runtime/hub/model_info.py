@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, 
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, open_model_folder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
@@ -30,6 +30,7 @@ from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 # Without tokenizer.json, which is too large to fetch for a summary.
 _METADATA_FILES = (
     "config.json",
+    MODELOPT_CONFIG,
     "generation_config.json",
     "tokenizer_config.json",
     "chat_template.jinja",

@@ -169,6 +169,7 @@ _OUTER = (
     "eos_token_id",
     "bos_token_id",
     "quantization_config",
+    "quantization",  # MLX
 )
 _TIE = "tie_word_embeddings"
 # As transformers 5 ties heads: by the outer config, whose class has a default, unless listed further down.
@@ -256,8 +257,7 @@ class TextPart:
         values.pop("architectures", None)
         if model_type in _ARCHITECTURES:
             values["architectures"] = [_ARCHITECTURES[model_type]]
-        if "quantization_config" in values:
-            values["quantization_config"] = _renamed(values["quantization_config"])
+        values |= {key: _renamed(values[key]) for key in ("quantization_config", "quantization") if key in values}
         return cls(Fields(values, raw.source), outer_type, head_by_files)
 
     def with_tensors(self, names: Iterable[str]) -> "TextPart":

@@ -62,6 +62,9 @@ def _auto_round(section: Fields) -> tuple[str, Fields]:
 
 
 def _modelopt(section: Fields) -> tuple[str, Fields]:
+    if section.has("quantization"):  # as in hf_quant_config.json
+        section = section.object("quantization")
+        section = Fields({"ignore": section.values.get("exclude_modules"), **section.values}, section.source)
     if section.text("quant_algo").upper() not in _MODELOPT:
         raise _refused(section, "quant_algo", f"ModelOpt's {', '.join(_MODELOPT)}")
     return "modelopt", section

@@ -1,5 +1,6 @@
 """Test layouts stored under another program's `quant_method`: the same tensors are read, or refused by name."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import Fields
 from tests.runtime.checkpoint.test_foreign_layouts import read
-from tests.runtime.checkpoint.test_formats import CONFIG, NAMES
+from tests.runtime.checkpoint.test_formats import CONFIG, NAMES, RAW
 from tests.runtime.checkpoint.test_formats import read as read_section
 from tests.support.foreign_layouts import COLUMNS, ROWS, Case, digest, integers, stored, weights
 
@@ -117,6 +121,29 @@ def test_without_tensors_the_section_tells_what_is_quantized(section: dict[str, 
     expected = [name for name in NAMES if name != "lm_head" and ".layers.3." not in name]
     assert list(actual) == expected and {packing.name for packing in actual.values()} == {scheme}
     assert CONFIG.layers > 4, "there is a layer that is left out"
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+def test_modelopt_up_to_0_29_has_a_file_of_its_own(algorithm: str, tmp_path: Path) -> None:
+    """Without it, the model would be taken for an unquantized one."""
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    assert not open_model_folder(tmp_path).packings
+    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    record = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(record))
+    assert list(open_model_folder(tmp_path).packings) == [name for name in NAMES if name != "lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps({**RAW, "quantization_config": {"quant_method": "awq"}}))
+    assert {packing.layout for packing in open_model_folder(tmp_path).packings.values()} == {"awq"}
+
+
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")], ids=len)
+def test_mlx_describes_a_multimodal_model_in_its_outer_config(keys: tuple[str, ...]) -> None:
+    settings = {"group_size": 64, "bits": 4, "language_model.model.layers.0.mlp.up_proj": {"group_size": 64, "bits": 8}}
+    text = {**RAW, "model_type": "gemma3_text", "head_dim": 32}
+    raw = {"model_type": "gemma3", "text_config": text, **dict.fromkeys(keys, settings)}
+    packings = ModelFolder.from_config(Fields(raw, "config.json")).packings
+    assert packings.pop("model.layers.0.mlp.up_proj").bits == 8
+    assert {packing.name for packing in packings.values()} == {"int4-g64-offset"}
 
 
 REFUSED = {
