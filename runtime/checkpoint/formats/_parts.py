@@ -38,7 +38,7 @@ def matches_target(name: str, pattern: str) -> bool:
     body = pattern[3:]
     # A pattern of an untrusted file may take exponential time: no quantifier may follow a group or another quantifier,
     # and four in all are enough for published models (.* ten times takes 10 s on a name of 31 characters).
-    plain = len(body) <= 200 and re.fullmatch(r"[\w.\\^$*|()\[\]\-+?]*", body) and not re.search(r"[*+?)][*+]", body)
+    plain = len(body) <= 200 and re.fullmatch(r"[\w.\\^$*|()\[\]\-+?:!=]*", body) and not re.search(r"[*+?)][*+]", body)
     if not plain or len(re.findall(r"(?<!\()[*+?]", body)) > _MAX_QUANTIFIERS:
         raise ModelError(
             f"config.json: quantization_config: target {pattern[:80]!r} is too complex", "list the modules by name"

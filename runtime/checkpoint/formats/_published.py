@@ -71,18 +71,29 @@ def _modelopt(section: Fields) -> tuple[str, Fields]:
 
 
 def _quark(section: Fields) -> tuple[str, Fields]:
-    if section.object("layer_quant_config").values or section.object("layer_type_quant_config").values:
-        raise section.fail("layer_quant_config", "is not supported", f"readable: {READABLE[1]}")
     shared = section.object("global_quant_config")
-    if isinstance(shared.values.get("weight"), list):
-        raise _refused(shared, "weight", READABLE[1])
-    weight = shared.object("weight")
+    _check_quark(shared)
+    unquantized = section.array("exclude", str)
+    # Those with a quantized cache have sections of their own for k_proj and v_proj, with the same weights.
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        for name in section.object(key).values:
+            layers = section.object(key).object(name)
+            if layers.has("weight"):
+                _check_quark(layers)
+            else:
+                unquantized.append(name)
+    unquantized = [name.replace("*", "").removeprefix("re:") for name in unquantized]
+    return "fp8", Fields({"modules_to_not_convert": unquantized}, section.source)
+
+
+def _check_quark(section: Fields) -> None:
+    if isinstance(section.values.get("weight"), list):
+        raise _refused(section, "weight", READABLE[1])
+    weight = section.object("weight")
     if weight.text("dtype", "") != "fp8_e4m3":
         raise _refused(weight, "dtype", READABLE[1])
     if weight.text("qscheme", "") not in ("per_tensor", "per_channel"):
         raise _refused(weight, "qscheme", READABLE[1])
-    unquantized = [name.replace("*", "").removeprefix("re:") for name in section.array("exclude", str)]
-    return "fp8", Fields({"modules_to_not_convert": unquantized}, section.source)
 
 
 _METHODS: Mapping[str, Callable[[Fields], tuple[str, Fields]]] = {

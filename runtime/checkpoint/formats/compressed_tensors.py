@@ -6,6 +6,7 @@ not quantized, whatever the config says: weights do not depend on it.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,8 +59,12 @@ _STRATEGIES = {
 }
 _GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
 READABLE = f"compressed-tensors of {', '.join(_DIALECTS)}, 2 to 8 bits"
-# Parameters of activations and of the cache: neither is quantized here.
-IGNORED = (".input_scale", ".input_zero_point", ".input_global_scale", ".k_scale", ".v_scale")
+# Parameters of activations and of the cache: neither is quantized here. A cache's scale was first called that of the
+# output of k_proj and v_proj.
+IGNORED = (
+    *(".input_scale", ".input_zero_point", ".input_global_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".output_scale"),
+)
 UNEXPECTED = (
     ("weight_zero_point", "zero points, but config.json calls the weights symmetric", "it must say symmetric: false"),
     ("weight_g_idx", "an order of inputs, but config.json does not say so", "actorder must be group"),
@@ -108,6 +113,9 @@ def _packing(section: Fields, group: Fields) -> Packing:
         raise weights.fail("group_size", f"= {size} is not supported", f"readable: {READABLE}")
     block: tuple[int, ...] = ()
     if strategy == "block":
+        stored = weights.values.get("block_structure")
+        if isinstance(stored, str):  # "128x128" in old files
+            weights = Fields({**weights.values, "block_structure": _sides(stored)}, weights.source)
         block = tuple(weights.array("block_structure", int))
         if len(block) != 2 or not all(0 < side <= 1 << 20 for side in block):
             raise weights.fail("block_structure", "must be two sizes")
@@ -122,6 +130,10 @@ def _packing(section: Fields, group: Fields) -> Packing:
         permuted=grouped and weights.values.get("actorder") in ("group", "dynamic", True),
         dialect=() if dialect == PACK else (dialect, strategy, *block),
     )
+
+
+def _sides(text: str) -> list[int]:
+    return [int(side) for side in re.findall(r"[0-9]{1,7}", text)]
 
 
 def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: Headers | None) -> Packing:
@@ -141,12 +153,14 @@ def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
     # An exact name wins over a regex, a regex over the class "Linear"; `ignore` wins over all.
     for key in ("sparsity_config", "transform_config"):
-        if section.has(key) and section.object(key).values:
+        # A sparsity of the format "dense" is only measured: no zeros are left out.
+        if section.has(key) and section.object(key).values and section.object(key).values.get("format") != "dense":
             raise section.fail(key, "is not supported", f"readable: {READABLE}")
     groups: list[tuple[list[str], Packing]] = []
     for name in section.object("config_groups").values:
         group = section.object("config_groups").object(name)
-        groups.append((group.array("targets", str), _packing(section, group)))
+        if group.has("weights"):  # else it is about activations or the cache of an attention
+            groups.append((group.array("targets", str), _packing(section, group)))
     if not groups:
         raise section.fail("config_groups", "is empty", f"readable: {READABLE}")
     ignore = section.array("ignore", str)

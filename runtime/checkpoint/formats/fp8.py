@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 READABLE = "FP8 (E4M3 and E5M2), per block, row or tensor"
 # Scales of activations and of the cache: neither is quantized here.
-IGNORED = (".input_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale")
+IGNORED = (
+    *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_output_scale"),
+)
 UNEXPECTED = (
     ("weight_scale_inv", "a scale of FP8, but config.json does not say so", "its quant_method must be fp8"),
     ("weight_scale", "a scale, but config.json names no quantization", "its quantization_config must name the method"),

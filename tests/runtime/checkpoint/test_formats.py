@@ -69,6 +69,30 @@ def test_an_exact_name_wins_over_a_regex_over_the_class() -> None:
     assert "lm_head" not in actual
 
 
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8, "type": "float"}}
+MEASURED = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured", "targets": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("config_groups/group_1", ATTENTION),
+        ("sparsity_config", MEASURED),
+        ("config_groups/group_0/targets", [r"re:^model\.layers\.(?:[0-9]|1[0-9])\.(?!vision).*"]),
+    ],
+    ids=["attention", "measured-sparsity", "groups-of-a-regex"],
+)
+def test_what_is_not_about_the_weights_changes_nothing(path: str, value: Any) -> None:
+    assert read(changed(path, value)) == ONE
+
+
+def test_sides_of_a_block_may_be_text() -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    assert {packing.dialect for packing in read(section).values()} == {("float-quantized", "block", 128, 64)}
+
+
 def test_the_block_of_bitsandbytes_follows_from_the_number_of_scales() -> None:
     section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     fields = Fields({"quantization_config": section}, "config.json")

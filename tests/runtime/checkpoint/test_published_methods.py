@@ -26,6 +26,14 @@ def quark(scheme: str, dtype: str = "fp8_e4m3") -> dict[str, Any]:
     return {**QUARK, "global_quant_config": {"weight": {"dtype": dtype, "qscheme": scheme}}}
 
 
+# As AMD publishes FP8 with a quantized cache: sections for k_proj and v_proj that differ only in their outputs.
+CACHED = quark("per_tensor")
+CACHED["layer_quant_config"] = {
+    name: {**CACHED["global_quant_config"], "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+    for name in ("*k_proj", "*v_proj")
+}
+
+
 def renamed() -> dict[str, Case]:
     cases: dict[str, tuple[Case, dict[str, Any]]] = {}
     for name, case in stored("gptq").items():
@@ -50,6 +58,8 @@ def renamed() -> dict[str, Case]:
         if name.endswith(("-1-e4m3fn", "-32x1-e4m3fn")):
             scheme = "per_channel" if "x" in name else "per_tensor"
             cases[f"quark-{name}"] = case, quark(scheme)
+            with_cache = replace(case, tensors={**case.tensors, "output_scale": torch.ones(())})
+            cases[f"quark-cache-{name}"] = with_cache, CACHED
             cases[f"auto-round-{name}"] = case, {**eight, "packing_format": "auto_round:fp8_static"}
             cases[f"fbgemm-{name}"] = case, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
             algo = "FP8_PER_CHANNEL_PER_TOKEN" if "x" in name else "FP8"
@@ -113,8 +123,9 @@ def test_a_mixture_of_modelopt_is_told_by_its_tensors(tmp_path: Path) -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.3*"]}, "e2m1-g16"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.3*"]}, "e4m3-channel"),
         ({**quark("per_tensor"), "exclude": ["lm_head", "model.layers.3.*"]}, "e4m3-channel"),
+        ({**CACHED, "exclude": ["lm_head", "model.layers.3.*"]}, "e4m3-channel"),
     ],
-    ids=["nvfp4", "modelopt-fp8", "quark"],
+    ids=["nvfp4", "modelopt-fp8", "quark", "quark-cache"],
 )
 def test_without_tensors_the_section_tells_what_is_quantized(section: dict[str, Any], scheme: str) -> None:
     actual = read_section(section)
@@ -165,7 +176,7 @@ REFUSED = {
     "quark-fp4": (quark("per_group", "fp4"), "dtype 'fp4'"),
     "quark-blocks": (quark("per_block"), "qscheme 'per_block'"),
     "quark-two-levels": ({**QUARK, "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}]}}, "weight"),
-    "quark-layers": ({**quark("per_tensor"), "layer_quant_config": {"*lm_head": {"weight": {}}}}, "layer_quant_config"),
+    "quark-layers": ({**quark("per_tensor"), "layer_quant_config": {"*up_proj": {"weight": {"dtype": "fp4"}}}}, "dtype 'fp4'"),
     "torchao": ({"quant_method": "torchao", "quant_type": {}}, "'torchao' is not supported"),
     "hqq": ({"quant_method": "hqq"}, "'hqq' is not supported"),
     "private-file": ({"quant_method": "_parts"}, "'_parts' is not supported"),
