@@ -166,10 +166,12 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     ignore = section.array("ignore", str)
     result: dict[str, Packing] = {}
     for linear in quantizable(config)[:-1]:
-        if any(_parts.matches_target(linear.name, pattern) for pattern in ignore):
+        # The section has the names of the files, one written here those of the declaration.
+        names = dict.fromkeys((linear.name, config.stored_name(f"{linear.name}.").removesuffix(".")))
+        if any(_parts.matches_target(name, pattern) for name in names for pattern in ignore):
             continue
-        ranked = (_parts.target_rank(linear.name, targets) for targets, _ in groups)
-        rank, index = min((rank, index) for index, rank in enumerate(ranked))
+        ranked = [(_parts.target_rank(name, group[0]), index) for name in names for index, group in enumerate(groups)]
+        rank, index = min(ranked)
         if rank < _parts.NO_MATCH:
             result[linear.name] = _fitted(groups[index][1], linear, config, headers)
     return result

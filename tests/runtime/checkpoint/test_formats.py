@@ -86,6 +86,18 @@ def test_what_is_not_about_the_weights_changes_nothing(path: str, value: Any) ->
     assert read(changed(path, value)) == ONE
 
 
+@pytest.mark.parametrize("pattern", ["backbone.layers.1.mixer.up_proj", r"re:^backbone\.layers\.1\.mixer\.up"])
+def test_names_are_those_of_the_files(pattern: str) -> None:
+    """Names of Nemotron-H begin with `backbone` in its files and with `model` here."""
+    sizes = {"hidden_size": 64, "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    raw = {**sizes, "model_type": "nemotron_h", "intermediate_size": 96, "hybrid_override_pattern": "*-"}
+    section = write_quantization({"": Packing(4, 32)}, [pattern, "lm_head"], "bfloat16")
+    config = parse_config(Fields(raw, "config.json"))
+    packings = read_quantization(Fields({"quantization_config": section}, "config.json"), config)
+    unquantized = {linear.name for linear in config.linears()} - packings.keys()
+    assert unquantized == {"model.layers.1.mixer.up_proj", "lm_head"}
+
+
 def test_sides_of_a_block_may_be_text() -> None:
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
     section = {"quant_method": "compressed-tensors", "format": "float-quantized"}
