@@ -123,11 +123,9 @@ def only_packing(request: ExportRequest, layout: str) -> Packing:
     if not packings:
         raise ModelError(f"the model is not quantized, which {layout} needs", code="quantize-first")
     linears = [spec.name for spec in request.folder.config.linears() if spec.name != _HEAD]
-    dense = [name for name in linears if name not in packings]
-    if dense or any(name not in linears and name != _HEAD for name in packings):
-        raise ModelError(
-            f"{(dense or ['the embedding'])[0]}: {layout} needs all linears quantized, and nothing else", ""
-        )
+    differing = {*linears} ^ (packings.keys() - {_HEAD})
+    if differing:
+        raise ModelError(f"{min(differing)}: {layout} needs all linears quantized, and nothing else", "")
     layers = [packing for name, packing in packings.items() if name != _HEAD]
     widths, first = {(packing.bits, packing.group_size) for packing in layers}, layers[0]
     if len(widths) > 1:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.formats import read_dense, read_weight
+from mycli.runtime.checkpoint.formats import quantizable, read_dense, read_weight
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
@@ -29,6 +29,7 @@ class Weights:
         # No written layout has the tables of integers.
         self.packings = {name: packing.as_integers() for name, packing in self._stored.items()}
         self.linears: Mapping[str, LinearSpec] = {f"{spec.name}.weight": spec for spec in folder.config.linears()}
+        self._specs = {f"{spec.name}.weight": spec for spec in quantizable(folder.config)}
 
     def packing(self, name: str) -> Packing | None:
         return self.packings.get(name.removesuffix(".weight"))
@@ -59,11 +60,8 @@ class Weights:
         packing = self.packing(name)
         if packing is None:
             return self.checkpoint.read(name)
-        if name not in self.linears:  # an embedding
-            rows, columns = self.checkpoint.entry(name).shape
-            return read_dense(
-                self.checkpoint, LinearSpec(name.removesuffix(".weight"), rows, columns), self._stored, _CPU
-            )
+        if name not in self.linears:  # an embedding, a router or a gate
+            return read_dense(self.checkpoint, self._specs[name], self._stored, _CPU)
         return exact_values(self.packed(name))
 
     def stored_dtype(self, name: str) -> torch.dtype:

@@ -139,13 +139,18 @@ class ModelFolder:
         selected: dict[str, TensorEntry] = {}
         origins: dict[str, str] = {}  # name in the files of each selected tensor
         shapes = dict(self.config.tensors()) if self.config.stacks else {}
+        stacks = self.config.stacks
+        if stacks and self.raw.has("quantization"):
+            from mycli.runtime.checkpoint.formats.mlx import expert_stacks
+
+            stacks = {**stacks, **expert_stacks(self.config)}
         # Embedding models are stored without a head, by the class that has no prefix.
         bare = BARE_EMBEDDING in tensors and self.part is not None and self.part.outer_type is None
         for stored, entry in tensors.items():
             name = f"model.{stored}" if bare else self.local_name(stored)
             if name is not None and not name.startswith(self.config.ignored_prefixes):
                 entry = replace(entry, name=name)
-                stack = self.config.stacks.get(name)
+                stack = stacks.get(name)
                 parts = [entry]
                 if stack is not None:
                     part = shapes.get(stack.parts[0])

@@ -236,7 +236,7 @@ class AlternatingUpdates(nn.Module):
     ) -> None:
         """Read the tensors that belong to none of the parts."""
         for linear in self.unquantized:
-            linear.load(checkpoint, {}, device, dtype)
+            linear.load(checkpoint, packings, device, dtype, dense=True)
         if self.spec.scales:
             self.scale = checkpoint.read(self.spec.scale).to(device, dtype)
 

@@ -58,7 +58,7 @@ def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
 class LayerPart(nn.Module):
     """A part of a layer: a norm, what the subclass computes (`inner`), a norm, the sum with the residual stream.
 
-    `products`: its linears in order of execution; `unquantized`: linears that are always stored dense (routers, gates)
+    `products`: its linears in order of execution; `unquantized`: linears that are dense in memory (routers, gates)
     and not calibrated; `scalar` [1], if any, multiplies the sum, and `gain` [hidden] the residual stream before it.
     """
 
@@ -84,7 +84,7 @@ class LayerPart(nn.Module):
     ) -> None:
         """Read the tensors that are neither norms nor `resident_products`."""
         for linear in self.unquantized:
-            linear.load(checkpoint, {}, device, dtype)
+            linear.load(checkpoint, packings, device, dtype, dense=True)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """Compute the part between its norms from x [sequences, tokens, hidden]."""

@@ -89,10 +89,12 @@ class Linear(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         into: Sequence[Matmul] = (),
+        *,
+        dense: bool = False,
     ) -> None:
         """Read the weights; neighbours with the same packing become one product, unless their columns are permuted.
 
-        into: products whose memory may be reused.
+        into: products whose memory may be reused. dense: a packed weight is dequantized.
         """
 
         def packing_key(spec: LinearSpec) -> tuple[Packing | None, str]:
@@ -105,6 +107,10 @@ class Linear(nn.Module):
             old = into[len(matmuls)] if len(matmuls) < len(into) else None
             if packing is None:
                 matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))
+                continue
+            if dense:
+                weights = [formats.read_dense(checkpoint, spec, packings, device) for spec in linears]
+                matmuls.append(dense_matmul(torch.cat(weights).to(dtype)))
                 continue
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
         if any(spec.bias for spec in self.specs):

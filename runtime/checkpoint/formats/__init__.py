@@ -127,8 +127,18 @@ def writable(packings: Mapping[str, Packing]) -> WritableFormat:
 
 
 def quantizable(config: ModelConfig) -> list[LinearSpec]:
-    """Return every weight that a layout may store quantized: the linears, and the embedding as a linear."""
-    return [*config.linears(), LinearSpec(EMBEDDING, config.vocab_size, config.hidden_size)]
+    """Return every weight that a layout may store quantized: the linears, routers and gates, and the embedding."""
+    return [*config.linears(), *_gates(config), LinearSpec(EMBEDDING, config.vocab_size, config.hidden_size)]
+
+
+def _gates(config: ModelConfig) -> list[LinearSpec]:
+    # Never quantized here, but by bitsandbytes and MLX, which quantize all linear layers of some models.
+    return [linear for layer in config.layer_specs for linear in layer.unquantized]
+
+
+def _stored_packed(name: str, headers: Headers | None) -> bool:
+    weight = None if headers is None else headers.get(f"{name}.weight")
+    return headers is not None and (weight is None or weight.dtype not in SAFETENSORS_FLOATS)
 
 
 def is_quantized(raw: Fields) -> bool:
@@ -163,6 +173,9 @@ def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None 
         hint = f"readable: {'; '.join(readable)}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)
     packings = load(name).read_quantization(section, config, headers)
+    # Whatever the section covers: a router is a linear layer for some programs and versions, and not for others.
+    dense = {linear.name for linear in _gates(config) if not _stored_packed(linear.name, headers)}
+    packings = {name: packing for name, packing in packings.items() if name not in dense}
     if headers is not None and not packings:
         hint = "config.json and the weights belong to different models"
         raise ModelError(f"{section.source}: describes weights quantized by {name}, but the files have none", hint)

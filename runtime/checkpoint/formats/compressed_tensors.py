@@ -165,7 +165,7 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
         raise section.fail("config_groups", "is empty", f"readable: {READABLE}")
     ignore = section.array("ignore", str)
     result: dict[str, Packing] = {}
-    for linear in quantizable(config)[:-1]:
+    for linear in quantizable(config)[:-1]:  # without the embedding
         # The section has the names of the files, one written here those of the declaration.
         names = dict.fromkeys((linear.name, config.stored_name(f"{linear.name}.").removesuffix(".")))
         if any(_parts.matches_target(name, pattern) for name in names for pattern in ignore):

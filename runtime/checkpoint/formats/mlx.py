@@ -1,7 +1,7 @@
 """MLX's checkpoints: affine codes in a stream of bits with scales and biases, or MXFP4, NVFP4 and MXFP8.
 
 config.json describes them by `quantization` instead of a `quant_method`, for each linear and the embedding separately;
-the tensors tell which are quantized.
+the tensors tell which are quantized. The experts of a layer are stacked: one tensor for each parameter of a linear.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales, _parts, quantizable
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
@@ -29,11 +30,39 @@ _MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the fl
 }
 
 
+_STACKS = ("switch_mlp", "experts")  # names of mlx-lm's SwitchGLU and SwitchMLP
+
+
+def expert_stacks(config: ModelConfig) -> dict[str, StackSpec]:
+    """Return the tensors that stack a parameter of all experts of a layer, by name, as mlx-lm names them."""
+    stacks: list[StackSpec] = []
+    for mixture in (layer.mlp for layer in config.layer_specs if isinstance(layer.mlp, ExpertsSpec)):
+        block = mixture.experts[0].down.name.rpartition(".experts.")[0]
+        names = ("gate_proj", "up_proj", "down_proj") if mixture.gated else ("fc1", "fc2")
+        if len(mixture.experts[0].linears) != len(names):  # gate and up are one linear
+            continue
+        for name, linears in zip(names, zip(*(expert.linears for expert in mixture.experts), strict=True), strict=True):
+            for part in ("weight", "scales", "biases", "bias"):
+                parts = tuple(f"{linear.name}.{part}" for linear in linears)
+                stacks += [StackSpec(f"{block}.{stack}.{name}.{part}", parts) for stack in _STACKS]
+    return {stack.name: stack for stack in stacks}
+
+
+def _expert_settings(section: Fields, config: ModelConfig) -> dict[str, str]:
+    # The key of each expert's linear in a section that has one for its stack.
+    stacks = [stack for name, stack in expert_stacks(config).items() if section.has(name.removesuffix(".weight"))]
+    return {
+        part.removesuffix(".weight"): stack.name.removesuffix(".weight") for stack in stacks for part in stack.parts
+    }
+
+
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
     result: dict[str, Packing] = {}
+    stacked = _expert_settings(section, config)
     for linear in quantizable(config):
-        settings = section.values.get(linear.name)
-        chosen = section.object(linear.name) if isinstance(settings, dict) else section
+        key = stacked.get(linear.name, linear.name)
+        settings = section.values.get(key)
+        chosen = section.object(key) if isinstance(settings, dict) else section
         if (headers is None and settings is False) or (headers is not None and f"{linear.name}.scales" not in headers):
             continue
         mode = chosen.text("mode", "affine")

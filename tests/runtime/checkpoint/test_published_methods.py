@@ -176,7 +176,10 @@ REFUSED = {
     "quark-fp4": (quark("per_group", "fp4"), "dtype 'fp4'"),
     "quark-blocks": (quark("per_block"), "qscheme 'per_block'"),
     "quark-two-levels": ({**QUARK, "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}]}}, "weight"),
-    "quark-layers": ({**quark("per_tensor"), "layer_quant_config": {"*up_proj": {"weight": {"dtype": "fp4"}}}}, "dtype 'fp4'"),
+    "quark-layers": (
+        {**quark("per_tensor"), "layer_quant_config": {"*up_proj": {"weight": {"dtype": "fp4"}}}},
+        "dtype 'fp4'",
+    ),
     "torchao": ({"quant_method": "torchao", "quant_type": {}}, "'torchao' is not supported"),
     "hqq": ({"quant_method": "hqq"}, "'hqq' is not supported"),
     "private-file": ({"quant_method": "_parts"}, "'_parts' is not supported"),

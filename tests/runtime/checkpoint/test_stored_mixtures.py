@@ -1,0 +1,128 @@
+"""Test mixtures of experts as MLX and bitsandbytes store them: routers are packed too, MLX stacks the experts."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mycli.quant.export._weights import Weights
+from mycli.quant.source_weights import SourceWeights
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.layers.transformer import Transformer
+from tests.support.engines import whole
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+EXPERTS = 4
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+FAMILIES = {
+    "qwen2_moe": {"num_experts": EXPERTS, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
+    "qwen3_moe": {"num_experts": EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 128},
+}
+MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+Stored = tuple[dict[str, Tensor], Tensor]  # tensors by suffix, and the weight that they are
+
+
+def affine(weight: Tensor, bits: int) -> Stored:
+    """Quantize the last dimension in groups of 32 as `mx.quantize`: w = scale * code + bias, low codes first."""
+    groups = weight.reshape(*weight.shape[:-1], -1, 32)
+    bias, scale = groups.amin(-1), (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    codes = ((groups - bias[..., None]) / scale[..., None]).round()
+    shifted = codes.long().view(*weight.shape[:-1], -1, 32 // bits) << torch.arange(0, 32, bits)
+    words = shifted.sum(-1)
+    words = (words - (words >> 31 << 32)).to(torch.int32).view(torch.uint32)
+    read = (codes * scale[..., None] + bias[..., None]).view(weight.shape)
+    return {"weight": words, "scales": scale, "biases": bias}, read
+
+
+def mlx(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """Return the tensors of mlx-lm's `convert`, the weights that they are, and the section of config.json."""
+    packed: dict[str, Tensor] = {}
+    read: dict[str, Tensor] = {}
+    settings: dict[str, Any] = {"group_size": 32, "bits": 4}
+    stacks: dict[str, list[str]] = {}
+    for name, tensor in dense.items():
+        base = name.removesuffix(".weight")
+        if ".experts." in name:
+            block, _, rest = base.partition(".experts.")
+            linear = rest.partition(".")[2]
+            linear = next((key for key, value in names.items() if value == linear), linear)
+            stacks.setdefault(f"{block}.switch_mlp.{linear}", []).append(name)
+        elif tensor.ndim == 2:
+            gate = base.endswith(".gate")
+            parts, read[name] = affine(tensor, 8 if gate else 4)
+            packed |= {f"{base}.{part}": values for part, values in parts.items()}
+            settings |= {base: {"group_size": 32, "bits": 8}} if gate else {}
+        else:
+            packed[name] = read[name] = tensor
+    for base, members in stacks.items():
+        bits = 8 if base.endswith("down_proj") else 4
+        settings |= {base: {"group_size": 32, "bits": 8}} if bits == 8 else {}
+        parts, values = affine(torch.stack([dense[name] for name in members]), bits)
+        packed |= {f"{base}.{part}": tensor for part, tensor in parts.items()}
+        read |= dict(zip(members, values, strict=True))
+    return packed, read, {"quantization": settings, "quantization_config": settings}
+
+
+def bitsandbytes(
+    names: Mapping[str, str], dense: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """As `mlx`, of LLM.int8, which quantizes all linear layers but the head, routers and gates included."""
+    packed: dict[str, Tensor] = {}
+    read: dict[str, Tensor] = {}
+    for name, tensor in dense.items():
+        if tensor.ndim != 2 or name in ("lm_head.weight", "model.embed_tokens.weight"):
+            packed[name] = read[name] = tensor
+            continue
+        largest = tensor.abs().amax(1)
+        packed[name] = (tensor * (127 / largest)[:, None]).round().to(torch.int8)
+        packed[f"{name.removesuffix('.weight')}.SCB"] = largest
+        read[name] = packed[name].float() * (largest / 127)[:, None]
+    return packed, read, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("store", [mlx, bitsandbytes])
+def test_a_mixture_answers_as_with_the_weights_themselves(
+    store: Callable[..., tuple[dict[str, Tensor], dict[str, Tensor], Any]], family: str, tmp_path: Path
+) -> None:
+    config = {"model_type": family, **SIZES, **FAMILIES[family]}
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.arange(12).view(1, 12)
+    for name in ("dense", "packed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    shapes = open_model_folder(tmp_path / "dense").config.tensors()
+    dense = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes}
+    packed, read, section = store(MIXTRAL if family == "mixtral" else {}, dense)
+    save_file({name: tensor.contiguous() for name, tensor in read.items()}, tmp_path / "dense" / "model.safetensors")
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, **section}))
+    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    folder = open_model_folder(tmp_path / "packed")
+    source, exported = SourceWeights(folder), Weights(folder)
+    for name, weight in read.items():
+        assert torch.allclose(source.read(name), weight, rtol=0, atol=1e-6), name
+        assert torch.allclose(exported.dense(name), weight, rtol=0, atol=1e-6), name
+    actual, expected = (load_model(opened, CPU).model for opened in (folder, open_model_folder(tmp_path / "dense")))
+    assert isinstance(actual, Transformer) and isinstance(expected, Transformer)
+    logits = whole(expected, tokens)
+    assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
