@@ -1,6 +1,6 @@
 """GPTQ v1 and v2 as AutoGPTQ, GPTQModel and AutoRound write it: `qweight` packs inputs, `qzeros` packs outputs.
 
-v1 ("gptq") stores each zero point less one, v2 ("gptq_v2") unchanged. The tensors tell which linears are quantized, and
+v1 ("gptq") stores zero points less one, v2 ("gptq_v2") unchanged. The tensors tell which linears are quantized, and
 their bits and groups. With `desc_act`, columns are sorted by `g_idx` once, at load.
 """
 
@@ -93,6 +93,16 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
         )
 
 
+def _plus_one(words: "torch.Tensor", bits: int, rows: int) -> "torch.Tensor":
+    # A zero point of 0 less one borrows from the next one in its word, as GPTQModel and AutoRound write it; codes that
+    # cross words are counted down on their own.
+    from mycli.runtime.quantization.packed_weight import pack, unpack
+
+    if 32 % bits == 0:
+        return words + sum(1 << shift for shift in range(0, 32, bits))
+    return pack(unpack(words, bits, rows) + 1 & (1 << bits) - 1, bits)
+
+
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
     import torch
 
@@ -101,11 +111,13 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     name, columns, bits = linear.name, linear.in_features, packing.bits
     out.copy_(checkpoint.read(f"{name}.qweight").t())
     scales = checkpoint.read(f"{name}.scales").t().contiguous()
-    zeros = unpack(checkpoint.read(f"{name}.qzeros"), bits, linear.out_features).t()
+    words = checkpoint.read(f"{name}.qzeros")
+    if packing.offsets and packing.dialect == ("gptq",):
+        words = _plus_one(words, bits, linear.out_features)
+    zeros = unpack(words, bits, linear.out_features).t()
     offsets = None
     if packing.offsets:
-        stored_less_one = packing.dialect == ("gptq",)
-        offsets = _parts.zero_offsets(scales, zeros.float() + stored_less_one, bits)
+        offsets = _parts.zero_offsets(scales, zeros, bits)
     elif not bool(((zeros == (1 << (bits - 1))) | (zeros == (1 << (bits - 1)) - 1)).all()):
         raise ModelError(f"{name}.qzeros: not symmetric, but config.json says sym: true", "it must say sym: false")
     index = f"{name}.g_idx"

@@ -214,3 +214,28 @@ def formats_pack(codes: Tensor, bits: int) -> Tensor:
     words = sum(parts[:, :, place] << bits * place for place in range(32 // bits))
     assert isinstance(words, Tensor)
     return (words - ((words >> 31) << 32)).to(torch.int32)
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_zero_points_of_zero(bits: int, version: str, tmp_path: Path) -> None:
+    """GPTQModel subtracts one from every zero point of version 1; in a whole word, one of 0 borrows from the next."""
+    codes, zeros = integers(bits, 1 << bits, ROWS, COLUMNS), integers(1, 1 << bits, 4, ROWS)
+    zeros[:, 5:9] = 0
+    scales = (weights(2, 4, ROWS).abs() + 0.1).half()
+
+    def words(values: Tensor) -> Tensor:
+        """Place codes of a row one after the other in 32-bit words; 32 of 3 bits fill three."""
+        row = [sum(value << bits * place for place, value in enumerate(part)) for part in values.tolist()]
+        stored = [[number >> shift & 0xFFFFFFFF for shift in range(0, bits * values.shape[1], 32)] for number in row]
+        return (torch.tensor(stored) ^ 1 << 31).sub(1 << 31).to(torch.int32)
+
+    stored = words(zeros)
+    if version == "gptq":
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        stored = words((zeros - 1) % 8) if bits == 3 else stored - ones
+    section = {"quant_method": "gptq", "checkpoint_format": version, "bits": bits, "group_size": 32, "sym": False}
+    tensors = {"qweight": words(codes).t().contiguous(), "qzeros": stored, "scales": scales}
+    _, dense = read(tmp_path, Case({"quantization_config": section}, tensors, None, "float16"))
+    expected = (codes - zeros.t().repeat_interleave(32, 1)) * scales.t().repeat_interleave(32, 1).float()
+    assert torch.equal(dense, expected.half())
