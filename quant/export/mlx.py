@@ -5,7 +5,7 @@ the model's dtype.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_hea
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
+from mycli.runtime.checkpoint.formats.mlx import expert_stacks
 from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
@@ -26,6 +28,7 @@ VARIANTS = ()
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
 _WORD = 32
+_EXPERTS = {"afmoe": "experts", "dots1": "experts", "llama4_text": "experts"}  # mlx-lm's other name of `switch_mlp`
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
@@ -36,31 +39,57 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         raise ModelError(f"{folder.config.model_type}: MLX stores its convolutions differently", "")
     dtype = torch_dtype(folder.config.dtype)
     groups = {name: _group(weights, name) for name in weights.linears if weights.packing(name) is not None}
+    shapes, written = dict(folder.config.tensors()), _written(folder.config)
     plan: list[tuple[str, torch.dtype, Shape]] = []
-    for name, shape in folder.config.tensors():
-        if name not in groups:
-            plan.append((name, weights.stored_dtype(name), shape))
+    for name, parts in written.items():
+        _check_alike(weights, parts, groups)
+        first, stack = parts[0], () if parts == (name,) else (len(parts),)
+        rows, *columns = shapes[first]
+        if first not in groups:
+            plan.append((name, weights.stored_dtype(first), (*stack, rows, *columns)))
             continue
-        bits = weights.packings[name.removesuffix(".weight")].bits
-        plan.append((name, torch.uint32, (shape[0], shape[1] * bits // _WORD)))
-        side = (shape[0], shape[1] // groups[name])
+        bits = weights.packings[first.removesuffix(".weight")].bits
+        plan.append((name, torch.uint32, (*stack, rows, columns[0] * bits // _WORD)))
+        side = (*stack, rows, columns[0] // groups[first])
         plan += [(f"{name.removesuffix('weight')}{part}", dtype, side) for part in ("scales", "biases")]
     rounded: list[Rounded] = []
 
-    def fill(writer: CheckpointWriter) -> None:
-        for done, (name, _) in enumerate(folder.config.tensors(), 1):
-            if name in groups:
-                error = _write(writer, weights.packed(name), name, groups[name], dtype, request.requantize)
-                if error:
-                    rounded.append(Rounded(name, "mlx", error))
-            else:
-                writer.write(name, weights.defined_values(name).to(weights.stored_dtype(name)))
-            progress("exporting", done, len(dict(folder.config.tensors())))
+    def values(name: str) -> dict[str, Tensor]:
+        if name not in groups:
+            return {"": weights.defined_values(name).to(weights.stored_dtype(name))}
+        tensors, error = _converted(weights.packed(name), name, groups[name], dtype, request.requantize)
+        if error:
+            rounded.append(Rounded(name, "mlx", error))
+        return tensors
 
-    config = {"quantization": _settings(folder.packings, groups)}
+    def fill(writer: CheckpointWriter) -> None:
+        for done, (name, parts) in enumerate(written.items(), 1):
+            tensors = [values(part) for part in parts]
+            for suffix in tensors[0]:
+                stored = f"{name.removesuffix('weight')}{suffix}" if suffix else name
+                stack = [tensor[suffix] for tensor in tensors]
+                writer.write(stored, stack[0] if parts == (name,) else torch.stack(stack))
+            progress("exporting", done, len(written))
+
+    config = {"quantization": _settings(folder.packings, groups, written)}
     nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
     kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
     return Exported(request.target, nbytes, kinds, rounded, without_mtp_head(request.folder))
+
+
+def _written(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Return the parts of each written tensor by its name: one tensor of the model, or those of a layer's experts."""
+    # mlx-lm stacks experts when it loads dense weights, but for some families not their scales and biases.
+    stack = f".{_EXPERTS.get(config.model_type, 'switch_mlp')}."
+    stacks = {name: spec for name, spec in expert_stacks(config).items() if stack in name}
+    members = {part: name for name, spec in stacks.items() for part in spec.parts}
+    names = dict.fromkeys(members.get(name, name) for name, _ in config.tensors())
+    return {name: stacks[name].parts if name in stacks else (name,) for name in names}
+
+
+def _check_alike(weights: Weights, parts: Sequence[str], groups: Mapping[str, int]) -> None:
+    if len({(weights.packing(part), groups.get(part)) for part in parts}) > 1:
+        raise ModelError(f"{parts[0]}: the experts of its layer are quantized differently, which MLX does not hold", "")
 
 
 def _group(weights: Weights, name: str) -> int:
@@ -72,10 +101,10 @@ def _group(weights: Weights, name: str) -> int:
     return group
 
 
-def _write(
-    writer: CheckpointWriter, weight: PackedWeight, name: str, group: int, dtype: torch.dtype, rounding: bool
-) -> float:
-    # Returns the relative squared error of rounded scales and biases.
+def _converted(
+    weight: PackedWeight, name: str, group: int, dtype: torch.dtype, rounding: bool
+) -> tuple[dict[str, Tensor], float]:
+    # Also returns the relative squared error of rounded scales and biases.
     half = 1 << (weight.packing.bits - 1)
     exact = -half * weight.scales.double()
     if weight.offsets is not None:
@@ -85,11 +114,9 @@ def _write(
     if not lossless and not rounding:
         raise would_round(name, f"scales that {str(dtype).removeprefix('torch.')} does not hold, which MLX needs")
     repeat = weight.in_features // weight.scales.shape[1] // group
-    base = name.removesuffix("weight")
-    writer.write(name, weight.packed.contiguous().view(torch.uint32))
-    for part, values in (("scales", scales), ("biases", biases)):
-        writer.write(f"{base}{part}", values.repeat_interleave(repeat, dim=1))
-    return 0.0 if lossless else _error(weight, exact, scales, biases)
+    tensors = {"weight": weight.packed.contiguous().view(torch.uint32)}
+    tensors |= {"scales": scales.repeat_interleave(repeat, dim=1), "biases": biases.repeat_interleave(repeat, dim=1)}
+    return tensors, 0.0 if lossless else _error(weight, exact, scales, biases)
 
 
 def _error(weight: PackedWeight, exact: Tensor, scales: Tensor, biases: Tensor) -> float:
@@ -101,10 +128,18 @@ def _error(weight: PackedWeight, exact: Tensor, scales: Tensor, biases: Tensor) 
     return squared_error(values(weight.scales, exact), values(scales, biases))
 
 
-def _settings(packings: Mapping[str, Packing], groups: Mapping[str, int]) -> dict[str, Any]:
+def _settings(
+    packings: Mapping[str, Packing], groups: Mapping[str, int], written: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     # The commonest width and group, and every linear with another.
-    linears = {name.removesuffix(".weight"): {"group_size": group} for name, group in groups.items()}
-    linears = {name: {**value, "bits": packings[name].bits} for name, value in linears.items()}
+    linears = {
+        name.removesuffix(".weight"): {
+            "group_size": groups[parts[0]],
+            "bits": packings[parts[0].removesuffix(".weight")].bits,
+        }
+        for name, parts in written.items()
+        if parts[0] in groups
+    }
     counts = Counter((value["group_size"], value["bits"]) for value in linears.values())
     group, bits = counts.most_common(1)[0][0]
     others = {name: value for name, value in linears.items() if value != {"group_size": group, "bits": bits}}

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import gguf
 import numpy as np
@@ -24,7 +23,6 @@ from mycli.runtime.checkpoint.formats import read_dense
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
@@ -316,4 +314,4 @@ def test_biases_that_mlx_would_round_are_refused() -> None:
         pack(torch.zeros(4, 32, dtype=torch.uint8), 4), torch.ones(4, 1), Packing(4, 32, offsets=True), 32, offsets
     )
     with pytest.raises(ModelError, match="bfloat16 does not hold"):
-        mlx._write(cast(CheckpointWriter, None), weight, "a.weight", 32, torch.bfloat16, rounding=False)
+        mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=False)

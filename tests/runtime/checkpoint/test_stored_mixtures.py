@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.export._weights import Weights
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
 from tests.support.engines import whole
 
@@ -39,10 +41,11 @@ FAMILIES = {
     "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 128},
 }
 MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-Stored = tuple[dict[str, Tensor], Tensor]  # tensors by suffix, and the weight that they are
+# The tensors of a folder, the weights that they are, and the section of config.json, from names and dense tensors.
+Store = Callable[[Mapping[str, str], dict[str, Tensor]], tuple[dict[str, Tensor], dict[str, Tensor], Any]]
 
 
-def affine(weight: Tensor, bits: int) -> Stored:
+def affine(weight: Tensor, bits: int) -> tuple[dict[str, Tensor], Tensor]:
     """Quantize the last dimension in groups of 32 as `mx.quantize`: w = scale * code + bias, low codes first."""
     groups = weight.reshape(*weight.shape[:-1], -1, 32)
     bias, scale = groups.amin(-1), (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
@@ -55,7 +58,7 @@ def affine(weight: Tensor, bits: int) -> Stored:
 
 
 def mlx(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """Return the tensors of mlx-lm's `convert`, the weights that they are, and the section of config.json."""
+    """Store as `mlx_lm.convert`; routers and down projections have 8 bits, all else 4."""
     packed: dict[str, Tensor] = {}
     read: dict[str, Tensor] = {}
     settings: dict[str, Any] = {"group_size": 32, "bits": 4}
@@ -86,7 +89,7 @@ def mlx(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, T
 def bitsandbytes(
     names: Mapping[str, str], dense: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """As `mlx`, of LLM.int8, which quantizes all linear layers but the head, routers and gates included."""
+    """Store as LLM.int8, which quantizes all linear layers but the head."""
     packed: dict[str, Tensor] = {}
     read: dict[str, Tensor] = {}
     for name, tensor in dense.items():
@@ -100,23 +103,26 @@ def bitsandbytes(
     return packed, read, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("store", [mlx, bitsandbytes])
-def test_a_mixture_answers_as_with_the_weights_themselves(
-    store: Callable[..., tuple[dict[str, Tensor], dict[str, Tensor], Any]], family: str, tmp_path: Path
-) -> None:
+def write_folders(store: Store, family: str, folder: Path) -> dict[str, Tensor]:
+    """Write `packed` and, with the weights that it holds, `dense`; return these weights."""
     config = {"model_type": family, **SIZES, **FAMILIES[family]}
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.arange(12).view(1, 12)
     for name in ("dense", "packed"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
-    shapes = open_model_folder(tmp_path / "dense").config.tensors()
+        (folder / name).mkdir()
+    (folder / "dense" / "config.json").write_text(json.dumps(config))
+    shapes = open_model_folder(folder / "dense").config.tensors()
     dense = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes}
     packed, read, section = store(MIXTRAL if family == "mixtral" else {}, dense)
-    save_file({name: tensor.contiguous() for name, tensor in read.items()}, tmp_path / "dense" / "model.safetensors")
-    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, **section}))
-    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in read.items()}, folder / "dense" / "model.safetensors")
+    (folder / "packed" / "config.json").write_text(json.dumps({**config, **section}))
+    save_file(packed, folder / "packed" / "model.safetensors")
+    return read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("store", [mlx, bitsandbytes])
+def test_a_mixture_answers_as_with_the_weights_themselves(store: Store, family: str, tmp_path: Path) -> None:
+    read = write_folders(store, family, tmp_path)
     folder = open_model_folder(tmp_path / "packed")
     source, exported = SourceWeights(folder), Weights(folder)
     for name, weight in read.items():
@@ -124,5 +130,27 @@ def test_a_mixture_answers_as_with_the_weights_themselves(
         assert torch.allclose(exported.dense(name), weight, rtol=0, atol=1e-6), name
     actual, expected = (load_model(opened, CPU).model for opened in (folder, open_model_folder(tmp_path / "dense")))
     assert isinstance(actual, Transformer) and isinstance(expected, Transformer)
+    tokens = torch.arange(12).view(1, 12)
     logits = whole(expected, tokens)
     assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_to_mlx_stacks_experts(family: str, tmp_path: Path) -> None:
+    """Of separate experts, mlx-lm stacks the weights of qwen3_moe but not their scales, and then does not load them."""
+    write_folders(mlx, family, tmp_path)
+    source, target = tmp_path / "packed", tmp_path / "exported"
+    request = ExportRequest(Source(str(source), source, "", ""), open_model_folder(source), target, requantize=True)
+    module, _ = find_export_target("mlx")
+    module.export(request, lambda *_: None)
+    before, after = (
+        {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "switch_mlp" in name}
+        for folder in (source, target)
+    )
+    assert len(before) == 9 and before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.allclose(tensor.double(), after[name].double(), rtol=0, atol=1e-6), name
+    assert not any(".experts." in name for name in load_file(target / "model.safetensors"))
+    settings = [json.loads((folder / "config.json").read_text())["quantization"] for folder in (source, target)]
+    (key,) = (name for name in settings[0] if name.endswith("switch_mlp.down_proj"))
+    assert settings[0][key] == settings[1][key] == {"group_size": 32, "bits": 8}
