@@ -54,7 +54,7 @@ def _auto_round(section: Fields) -> tuple[str, Fields]:
         raise _refused(section, "act_bits", READABLE[0])
     for name in section.object("extra_config").values:
         layer = section.object("extra_config").object(name)
-        if layer.boolean("sym", section.boolean("sym", True)) != section.boolean("sym", True):
+        if layer.has("sym") and layer.boolean("sym", True) != section.boolean("sym", True):
             raise layer.fail("sym", "differs from that of the other layers", f"readable: {READABLE[0]}, of one kind")
     # The formats named after AutoGPTQ store zero points less one, as version 1 does.
     version = "gptq" if "gptq" in packing and "gptqmodel" not in packing else "gptq_v2"

@@ -15,7 +15,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import NF4_LAYOUT, Codes, Packing
-from mycli.runtime.utils.dtypes import Dtype
+from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME, SAFETENSORS_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields, parse_object
 
 if TYPE_CHECKING:
@@ -101,7 +101,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
         return
     _, block, nested = packing.dialect
     blocks = -(-rows * columns // int(block))
-    yield _parts.either(headers, name, ((-(-rows * columns // 2), 1), (1, -(-rows * columns // 2))), ("U8",))
+    stored, weight = -(-rows * columns // 2), headers.get(name)
+    if weight is not None and weight.dtype in SAFETENSORS_FLOATS:  # `bnb_4bit_quant_storage`: the same bytes as floats
+        yield name, (stored // BY_SAFETENSORS_NAME[weight.dtype].nbytes, 1), SAFETENSORS_FLOATS
+    else:
+        yield _parts.either(headers, name, ((stored, 1), (1, stored)), ("U8",))
     yield f"{name}.absmax", (blocks,), ("U8",) if nested else ("F32",)
     yield f"{name}.quant_map", (16,), ("F32",)
     if nested:
@@ -147,6 +151,15 @@ def _absmax(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing) -> "
     return nested.values(checkpoint.read(f"{name}.nested_quant_map"))
 
 
+def _pairs(checkpoint: "Checkpoint", name: str) -> "torch.Tensor":
+    import torch
+
+    if checkpoint.entry(name).dtype == "U8":
+        return checkpoint.read(name).flatten()
+    # Codes stored as floats may look like NaN, which `read` refuses.
+    return torch.frombuffer(bytearray(checkpoint.manifest.content(name)), dtype=torch.uint8)
+
+
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
     import torch
 
@@ -159,7 +172,7 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
         return Scales((checkpoint.read(f"{linear.name}.SCB") / 127).unsqueeze(1))
     if not torch.equal(checkpoint.read(f"{name}.quant_map"), code_table(packing)):
         raise damaged(f"{name}.quant_map: not the table of {packing.codes}")
-    pairs = checkpoint.read(name).flatten()
+    pairs = _pairs(checkpoint, name)
     codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()  # the high half of a byte comes first
     out.copy_(pack(codes[: rows * columns].view(rows, columns), packing.bits))
     blocks = torch.arange(0, rows * columns, packing.group_size or columns) // int(packing.dialect[1])

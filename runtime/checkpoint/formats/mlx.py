@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 READABLE = "MLX affine of 2 to 8 bits, mxfp4, nvfp4, mxfp8"
 IGNORED = ()
-UNEXPECTED = ((".scales", "scales of a quantized weight, but config.json does not say so", "add its quantization"),)
+UNEXPECTED = (
+    (
+        ".scales",
+        "scales of a quantized weight that config.json does not describe",
+        "its quantization is missing, or mlx-lm changed the weights of this family: use a version in another format",
+    ),
+)
 _MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the float kinds
     "mxfp4": (4, 32, "e2m1"),
     "nvfp4": (4, 16, "e2m1"),

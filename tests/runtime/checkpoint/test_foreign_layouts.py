@@ -239,3 +239,16 @@ def test_zero_points_of_zero(bits: int, version: str, tmp_path: Path) -> None:
     _, dense = read(tmp_path, Case({"quantization_config": section}, tensors, None, "float16"))
     expected = (codes - zeros.t().repeat_interleave(32, 1)) * scales.t().repeat_interleave(32, 1).float()
     assert torch.equal(dense, expected.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_of_bitsandbytes_stored_as_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`, which FSDP needs: the bytes are those of uint8, and may be NaN as floats."""
+    case = stored("bitsandbytes")["nf4-g64-nested"]
+    codes = case.tensors["weight"].clone()
+    codes[:8] = 255
+    dense = []
+    for name, weight in (("bytes", codes), ("floats", codes.flatten().view(dtype).view(-1, 1))):
+        (tmp_path / name).mkdir()
+        dense.append(read(tmp_path / name, replace(case, tensors={**case.tensors, "weight": weight}))[1])
+    assert torch.equal(*dense)
