@@ -22,7 +22,15 @@ def open_model_folder(path: Path, remote: Headers | None = None) -> ModelFolder:
 
         return GgufFolder.open_file(path)
     raw = read_object(path / "config.json")
-    if not is_quantized(raw) and (path / MODELOPT_CONFIG).is_file():
-        section = {**read_object(path / MODELOPT_CONFIG).values, "quant_method": "modelopt"}
-        raw = Fields({**raw.values, "quantization_config": section}, raw.source)
+    if not is_quantized(raw):
+        raw = _with_older_section(raw, path)
     return ModelFolder.from_config(raw, path, remote)
+
+
+def _with_older_section(raw: Fields, path: Path) -> Fields:
+    # Where vLLM looks too: compressed-tensors first called the section otherwise.
+    values = dict(raw.values)
+    section = values.pop("compression_config", None)
+    if section is None and (path / MODELOPT_CONFIG).is_file():
+        section = {**read_object(path / MODELOPT_CONFIG).values, "quant_method": "modelopt"}
+    return raw if section is None else Fields({**values, "quantization_config": section}, raw.source)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.runtime.checkpoint.test_foreign_layouts import read
 from tests.runtime.checkpoint.test_formats import CONFIG, NAMES, RAW
@@ -145,6 +147,14 @@ def test_modelopt_up_to_0_29_has_a_file_of_its_own(algorithm: str, tmp_path: Pat
     assert list(open_model_folder(tmp_path).packings) == [name for name in NAMES if name != "lm_head"]
     (tmp_path / "config.json").write_text(json.dumps({**RAW, "quantization_config": {"quant_method": "awq"}}))
     assert {packing.layout for packing in open_model_folder(tmp_path).packings.values()} == {"awq"}
+
+
+def test_compressed_tensors_first_had_another_section(tmp_path: Path) -> None:
+    section = write_quantization({"": Packing(8, None)}, ["lm_head"], "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps({**RAW, "compression_config": section}))
+    folder = open_model_folder(tmp_path)
+    assert {packing.name for packing in folder.packings.values()} == {"int8-channel"}
+    assert not folder.raw.has("compression_config"), "an export would describe its dense weights as quantized"
 
 
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")], ids=len)
