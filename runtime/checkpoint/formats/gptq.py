@@ -34,7 +34,7 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     if section.text("pack_dtype", "int32") != "int32":
         raise section.fail("pack_dtype", "must be int32", f"readable: {READABLE}")
     bits, group = section.integer("bits", low=2, high=8), section.integer("group_size", -1, low=-1, high=1 << 20)
-    symmetric, ordered = section.boolean("sym", True), section.boolean("desc_act", False)
+    rules = _rules(section)
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
         if headers is None and (linear.name == EMBEDDING or _is_dense_head(linear, section)):
@@ -43,16 +43,33 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
             continue
         width, size = _width(headers, linear, bits, group if group > 0 else None)
         indexed = headers is None or f"{linear.name}.g_idx" in headers
+        rule = next((rule for pattern, rule in rules if _parts.matches_target(linear.name, pattern)), section)
+        ordered = rule.boolean("desc_act", section.boolean("desc_act", False))
         result[linear.name] = Packing(
             width,
             size,
             layout="gptq",
-            offsets=not symmetric,
+            offsets=not rule.boolean("sym", section.boolean("sym", True)),
             scale_dtype=_parts.scale_dtype(headers, f"{linear.name}.scales", config.dtype),
             permuted=ordered and indexed and size is not None,
             dialect=(version,),
         )
     return result
+
+
+def _rules(section: Fields) -> list[tuple[str, Fields]]:
+    """Return the patterns and settings of GPTQModel's `dynamic`, of which the first that matches a module counts.
+
+    Empty if none changes what the tensors do not show.
+    """
+    dynamic, defaults = section.object("dynamic"), {"sym": True, "desc_act": False}
+    rules = [(name, dynamic.object(name)) for name in dynamic.values if not name.startswith("-:")]
+    changes = (
+        rule.has(key) and rule.values[key] != section.boolean(key, default)
+        for _, rule in rules
+        for key, default in defaults.items()
+    )
+    return [(f"re:{name.removeprefix('+:')}", rule) for name, rule in rules] if any(changes) else []
 
 
 def _is_dense_head(linear: LinearSpec, section: Fields) -> bool:

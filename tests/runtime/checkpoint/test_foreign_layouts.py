@@ -252,3 +252,18 @@ def test_codes_of_bitsandbytes_stored_as_floats(dtype: torch.dtype, tmp_path: Pa
         (tmp_path / name).mkdir()
         dense.append(read(tmp_path / name, replace(case, tensors={**case.tensors, "weight": weight}))[1])
     assert torch.equal(*dense)
+
+
+@pytest.mark.parametrize(("name", "changed"), [("gptq-int4-g32", "sym"), ("gptq-int4-g32-ordered", "desc_act")])
+def test_a_rule_of_gptqmodel_changes_single_modules(name: str, changed: str, tmp_path: Path) -> None:
+    """`dynamic` gives modules settings of their own, by the first rule that matches."""
+    case = stored("gptq")[name]
+    settings = case.section["quantization_config"]
+    rules = {
+        r"-:.*\.up_proj": {},
+        rf"+:.*\.{LINEAR.rpartition('.')[2]}": {changed: settings[changed]},
+        r".*\.mlp\..*": {changed: not settings[changed]},
+    }
+    section = {**settings, changed: not settings[changed], "dynamic": rules}
+    _, dense = read(tmp_path, replace(case, section={"quantization_config": section}))
+    assert digest(dense) == case.digest
