@@ -3,6 +3,7 @@
 Other code sees a plain text model, as if the folder contained nothing else.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -334,8 +335,12 @@ def _renamed(value: Any) -> Any:
         return [_renamed(item) for item in value]
     if isinstance(value, str):
         for prefix, text_prefix in _PREFIXES:
-            value = value.replace(prefix, text_prefix)
-            value = value.replace(prefix.replace(".", r"\."), text_prefix.replace(".", r"\."))
+            if text_prefix == "lm_head.":  # a linear itself, whose name may end there
+                prefix, text_prefix = prefix[:-1], text_prefix[:-1]
+            for dot in (".", r"\.", "[.]"):
+                value = value.replace(prefix.replace(".", dot), text_prefix.replace(".", dot))
+        if value.startswith("re:"):  # such as re:.*language_model.*_proj$
+            value = re.sub(r"(model(\.|\\\.|\[\.\]))?language_model", "model", value)
     return value
 
 

@@ -107,6 +107,24 @@ def test_the_outer_config_counts_before_its_section() -> None:
     assert found["quantization_config"]["ignore"] == ["model.layers.0.a", "lm_head", r"re:model\.x"]
 
 
+@pytest.mark.parametrize(
+    ("stored", "local"),
+    [
+        ("language_model.lm_head", "lm_head"),
+        (r"re:language_model\.lm_head$", r"re:lm_head$"),
+        (r"re:.*language_model.*\.(q_proj|up_proj)$", r"re:.*model.*\.(q_proj|up_proj)$"),
+        (r"re:.*language_model[.]layers[.][0-9]$", r"re:.*model[.]layers[.][0-9]$"),
+        (r"re:^model\.language_model.*", "re:^model.*"),
+        ("re:^(?!.*language_model).*", "re:^(?!.*model).*"),
+        ("re:.*vision_model.*", "re:.*vision_model.*"),
+    ],
+)
+def test_targets_name_the_text_model(stored: str, local: str) -> None:
+    raw = {"model_type": "mistral3", "text_config": {}, "quantization_config": {"ignore": [stored]}}
+    part = TextPart.from_config(Fields(raw, "config.json"))
+    assert part.config.values["quantization_config"]["ignore"] == [local]
+
+
 def test_a_text_model_is_unchanged() -> None:
     raw = Fields({"model_type": "llama", "text_config": {"model_type": "gemma3_text"}}, "config.json")
     assert (
