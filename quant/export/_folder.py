@@ -38,7 +38,9 @@ def write_folder(
     """
     check_target(request.target, request.overwrite)
     folder = request.folder
-    fields = {name: value for name, value in folder.raw.values.items() if name not in _QUANTIZED}
+    # transformers before 4.56 reads `torch_dtype`, whatever `dtype` says.
+    replaced = (*_QUANTIZED, *(("torch_dtype",) if "dtype" in config else ()))
+    fields = {name: value for name, value in folder.raw.values.items() if name not in replaced}
     source = folder.path if folder.path.is_dir() else None
     stored_name, overwrite = request.folder.config.stored_name, request.overwrite
     writing = CheckpointWriter(request.target, tensors, overwrite=overwrite, source=source, stored_name=stored_name)

@@ -299,6 +299,14 @@ def test_a_head_of_another_width_is_written_dequantized(tmp_path: Path, layout: 
     assert head.dtype == torch.bfloat16 and torch.equal(head, expected.bfloat16())
 
 
+def test_a_dtype_has_one_name(tmp_path: Path) -> None:
+    """A model of transformers 4 names its dtype torch_dtype, which would contradict that of the export."""
+    folder = random_model(tmp_path / "old", dtype=None, torch_dtype="bfloat16")
+    for variant, dtype in (("", "bfloat16"), (":fp32", "float32")):
+        config = json.loads((run(folder, f"safetensors{variant}", tmp_path / dtype).path / "config.json").read_text())
+        assert config["dtype"] == dtype and "torch_dtype" not in config
+
+
 def test_file_types_are_the_librarys() -> None:
     names = {kind.value: kind.name for kind in gguf.LlamaFileType}
     known = {kind: names[value] for kind, value in writer._FILE_TYPES.items() if value in names}
