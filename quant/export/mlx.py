@@ -5,7 +5,7 @@ the model's dtype.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.part_spec import Shape
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.part_spec import MlpSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
 
@@ -28,7 +29,7 @@ VARIANTS = ()
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
 _WORD = 32
-_EXPERTS = {"afmoe": "experts", "dots1": "experts", "llama4_text": "experts"}  # mlx-lm's other name of `switch_mlp`
+_EXPERTS = {"afmoe": "experts", "dots1": "experts"}  # mlx-lm's other name of `switch_mlp`
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
@@ -37,6 +38,8 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         raise ModelError("the model is not quantized, which MLX needs", code="quantize-first")
     if folder.config.has_recurrent:
         raise ModelError(f"{folder.config.model_type}: MLX stores its convolutions differently", "")
+    if any(expert.gated and len(expert.gate_up) == 1 for expert in _first_experts(folder.config)):
+        raise ModelError(f"{folder.config.model_type}: MLX stores gate and up of its experts apart", "")
     dtype = torch_dtype(folder.config.dtype)
     groups = {name: _group(weights, name) for name in weights.linears if weights.packing(name) is not None}
     shapes, written = dict(folder.config.tensors()), _written(folder.config)
@@ -75,6 +78,10 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
     kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
     return Exported(request.target, nbytes, kinds, rounded, without_mtp_head(request.folder))
+
+
+def _first_experts(config: ModelConfig) -> Iterator[MlpSpec]:
+    return (layer.mlp.experts[0] for layer in config.layer_specs if isinstance(layer.mlp, ExpertsSpec))
 
 
 def _written(config: ModelConfig) -> dict[str, tuple[str, ...]]:

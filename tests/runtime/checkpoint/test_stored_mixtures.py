@@ -16,6 +16,7 @@ from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
 from tests.support.engines import whole
@@ -103,9 +104,9 @@ def bitsandbytes(
     return packed, read, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
 
 
-def write_folders(store: Store, family: str, folder: Path) -> dict[str, Tensor]:
+def write_folders(store: Store, family: str, folder: Path, **settings: int) -> dict[str, Tensor]:
     """Write `packed` and, with the weights that it holds, `dense`; return these weights."""
-    config = {"model_type": family, **SIZES, **FAMILIES[family]}
+    config = {"model_type": family, **SIZES, **FAMILIES.get(family, {}), **settings}
     generator = torch.Generator().manual_seed(0)
     for name in ("dense", "packed"):
         (folder / name).mkdir()
@@ -135,14 +136,26 @@ def test_a_mixture_answers_as_with_the_weights_themselves(store: Store, family: 
     assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
 
 
+def export_to_mlx(source: Path, target: Path) -> None:
+    request = ExportRequest(Source(str(source), source, "", ""), open_model_folder(source), target, requantize=True)
+    module, _ = find_export_target("mlx")
+    module.export(request, lambda *_: None)
+
+
+def test_an_export_to_mlx_needs_gate_and_up_apart(tmp_path: Path) -> None:
+    """Llama 4 and gpt-oss have one linear for both, which mlx-lm does not load."""
+    write_folders(bitsandbytes, "llama4_text", tmp_path, num_local_experts=EXPERTS)
+    with pytest.raises(ModelError, match="gate and up"):
+        export_to_mlx(tmp_path / "packed", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_to_mlx_stacks_experts(family: str, tmp_path: Path) -> None:
     """Of separate experts, mlx-lm stacks the weights of qwen3_moe but not their scales, and then does not load them."""
     write_folders(mlx, family, tmp_path)
     source, target = tmp_path / "packed", tmp_path / "exported"
-    request = ExportRequest(Source(str(source), source, "", ""), open_model_folder(source), target, requantize=True)
-    module, _ = find_export_target("mlx")
-    module.export(request, lambda *_: None)
+    export_to_mlx(source, target)
     before, after = (
         {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "switch_mlp" in name}
         for folder in (source, target)
