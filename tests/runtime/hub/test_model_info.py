@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load, save
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub, RetryPolicy, SearchResult, search_models
@@ -64,6 +66,16 @@ def test_modules_of_an_embedding_model_are_not_its_weights(server: HubServer) ->
     modules = {"modules.json": b"[]", "2_Dense/model.safetensors": FILES["model.safetensors"]}
     there = remote(server, FILES | modules)
     assert {entry.file for entry in there.tensors.values()} == {"model.safetensors"}
+
+
+def test_a_model_of_modelopt_up_to_0_29(server: HubServer, tmp_path: Path) -> None:
+    """Its weights are described outside of config.json."""
+    tensors, name = load(FILES["model.safetensors"]), "model.layers.0.mlp.down_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(())}
+    record = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    files = {"model.safetensors": save(tensors), "hf_quant_config.json": json.dumps(record).encode()}
+    there, here = remote(server, FILES | files), local(tmp_path, **{k.replace(".", "__"): v for k, v in files.items()})
+    assert there.scheme == here.scheme == "e4m3-channel" and list(there.packings) == [name.removesuffix(".weight")]
 
 
 def test_a_header_longer_than_the_first_range(server: HubServer) -> None:
