@@ -173,8 +173,10 @@ def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None 
         hint = f"readable: {'; '.join(readable)}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)
     packings = load(name).read_quantization(section, config, headers)
-    # Whatever the section covers: a router is a linear layer for some programs and versions, and not for others.
-    dense = {linear.name for linear in _gates(config) if not _stored_packed(linear.name, headers)}
+    # Whatever the section covers: routers and the head are linear layers for some programs and not for others. The FP8
+    # folders that AutoRound writes for llm-compressor target all linear layers, and their head is dense.
+    optional = [*_gates(config), *([] if headers is None else [config.head()])]
+    dense = {linear.name for linear in optional if not _stored_packed(linear.name, headers)}
     packings = {name: packing for name, packing in packings.items() if name not in dense}
     if headers is not None and not packings:
         hint = "config.json and the weights belong to different models"

@@ -98,6 +98,27 @@ def test_names_are_those_of_the_files(pattern: str) -> None:
     assert unquantized == {"model.layers.1.mixer.up_proj", "lm_head"}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_dense_head_needs_no_entry_in_ignore(packed: bool) -> None:
+    """AutoRound's FP8 folders for llm-compressor target all linear layers; vLLM does not count the head as one."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": []}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    headers = {
+        f"{linear.name}.weight": TensorEntry(
+            f"{linear.name}.weight",
+            "F8_E4M3" if packed or linear.name != "lm_head" else "BF16",
+            (linear.out_features, linear.in_features),
+            "model.safetensors",
+            0,
+            0,
+        )
+        for linear in CONFIG.linears()
+    }
+    actual = read_quantization(Fields({"quantization_config": section}, "config.json"), CONFIG, headers)
+    assert actual.keys() == {name for name in NAMES if packed or name != "lm_head"}
+
+
 def test_sides_of_a_block_may_be_text() -> None:
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
     section = {"quant_method": "compressed-tensors", "format": "float-quantized"}
