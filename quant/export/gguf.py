@@ -15,7 +15,7 @@ from torch import Tensor
 from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._weights import Weights, exact_values, squared_error
-from mycli.quant.ggml.file import GgufLayout, gguf_path, gguf_place, most_common_kind
+from mycli.quant.ggml.file import GgufLayout, fp32_matrices, gguf_path, gguf_place, most_common_kind
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, reorder_columns
@@ -44,7 +44,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     # A target without the suffix .gguf gets it.
     target = gguf_path(request.target)
     config, weights = request.folder.config, Weights(request.folder)
-    exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    exact = fp32_matrices(config)
     architecture = written_architecture(config)
     folder = replace(request.folder, config=architecture.folded(config))
     copied = {} if request.variant else weights.blocks(architecture)

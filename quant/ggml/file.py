@@ -53,6 +53,12 @@ def gguf_path(target: Path) -> Path:
     return target if target.suffix == SUFFIX else target.with_name(target.name + SUFFIX)
 
 
+def fp32_matrices(config: ModelConfig) -> set[str]:
+    """Return the matrices that llama.cpp reads in fp32: routers and gates, and the gains of head norms."""
+    linears = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    return linears | {norm.tensor for layer in config.layer_specs for norm in layer.norms() if norm.stacked}
+
+
 class GgufLayout:
     """The place and type of each tensor of a model in its GGUF file. kinds: the type by tensor.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.quant.calibration.sampler import check_windows
-from mycli.quant.ggml.file import GgufLayout
+from mycli.quant.ggml.file import GgufLayout, fp32_matrices
 from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
@@ -130,7 +130,7 @@ def _kinds(folder: ModelFolder, recipe: GgufRecipe) -> dict[str, str]:
         place = architecture.place(name)
         stored[name] = name if place is None else place.name
     types = choose_types(recipe.mix, {stored[name]: shapes[name][1] for name in stored}.items(), _shape(config))
-    exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    exact = fp32_matrices(config)
     kinds, chosen = {}, dict(recipe.kinds)
     for name, shape in shapes.items():
         long_axes = [size for size in shape if size != 1]

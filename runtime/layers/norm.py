@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         return self.spec.tensor
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        if self.spec.heads:
+        if self.spec.head_tensors:
             stacked = torch.stack([checkpoint.read(name) for name in self.spec.head_tensors])
             self.weight = stacked.to(device, dtype)
             return

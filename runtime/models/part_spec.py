@@ -17,7 +17,8 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 class NormSpec:
     """A norm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain `factor`.
 
-    heads: 0, or the number of neighbouring vectors with a gain each (StableLM): tensors `<name>.<index>.weight`.
+    heads: 0, or the number of neighbouring vectors with a gain each: tensors `<name>.<index>.weight` (StableLM), or one
+    tensor [heads, size] if `stacked` (Command R+).
     """
 
     name: str | None
@@ -29,6 +30,7 @@ class NormSpec:
     bare: bool = False  # the tensor is called `name`, not `<name>.weight`
     bias: bool = False  # tensor `<name>.bias` [size], added last; only with `layer_norm`
     heads: int = 0
+    stacked: bool = False
 
     @property
     def tensor(self) -> str:
@@ -46,12 +48,12 @@ class NormSpec:
 
     @property
     def head_tensors(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}.{head}.weight" for head in range(self.heads))
+        return () if self.stacked else tuple(f"{self.name}.{head}.weight" for head in range(self.heads))
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each stored tensor."""
-        if self.name is not None and not self.heads:
-            yield self.tensor, (self.size,)
+        if self.name is not None and not self.head_tensors:
+            yield self.tensor, ((self.heads, self.size) if self.stacked else (self.size,))
         yield from ((name, (self.size,)) for name in self.head_tensors)
         if self.bias:
             yield self.bias_tensor, (self.size,)

@@ -241,6 +241,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "cohere",
         {**IDS, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
     ),
+    "cohere-head-norms": ("cohere", {**IDS, "use_qk_norm": True}),  # Command R+
     "glm-half-turned": ("glm", {**IDS, "head_dim": 16}),
     "glm-tied-hd24-no-bias": (
         "glm",

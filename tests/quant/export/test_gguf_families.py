@@ -51,6 +51,7 @@ QUICK = (
     ),
     "deepseek_v2-groups-odd-sizes-biases-tied",
     *("apertus-llama3", "stablelm-parallel-head-norms", "nemotron-half-rotated", "hy_v3-8top2"),
+    "cohere-head-norms",
     *("granitemoe_swa-window7-shared", "laguna-heads-by-layer-window7", "minicpm3-tied"),
     "qwen3_vl_moe",
 )
@@ -103,6 +104,15 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     }
     for tensor in reader.tensors:
         assert tensor.name in known or tensor.name.rpartition(".")[0] in known, tensor.name
+
+
+def test_gains_of_head_norms_stay_in_fp32(tmp_path: Path) -> None:
+    """llama.cpp multiplies by fp32 only; those of Command R+ are a matrix."""
+    request = _request("cohere-head-norms", tmp_path, "q8_0")
+    module, _ = find_export_target("gguf:q8_0")
+    reader = gguf.GGUFReader(module.export(request, silent).path)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert (kinds["blk.0.attn_q_norm.weight"], kinds["blk.0.attn_q.weight"]) == ("F32", "Q8_0")
 
 
 def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:

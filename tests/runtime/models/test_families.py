@@ -134,7 +134,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "hunyuan-lent": ("hunyuan_v1_moe", {"num_experts": 8, "use_cla": True}, "use_cla"),
     "minimax-turned-beyond": ("minimax_m2", {"rotary_dim": 256}, "rotary_dim"),
-    "command-r-plus": ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
     "granite-zero": ("granite", {"logits_scaling": 0}, "logits_scaling"),
     "multiplier-elsewhere": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),
     "cohere-scale-zero": ("cohere2", {"logit_scale": 0.0}, "logit_scale"),
