@@ -21,7 +21,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 Config = dict[str, Any]  # of config.json
 _EXPERT = "{expert}"
-_IMAGE_TENSORS = ("v.", "mm.")  # of the image model, which Ollama's converter writes into the same file
 _MAX_EXPERTS = 4096  # of a layer: bounds what a stack is split into; published models have up to 512
 
 
@@ -181,11 +180,7 @@ class Architecture:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
         layers, blocks = self._layers(model)
         for stored, entry in model.tensors.items():
-            if (
-                stored.startswith(_IMAGE_TENSORS)
-                or stored in ROPE_TENSORS
-                or self._is_ignored(model, stored, range(layers, blocks))
-            ):
+            if stored in ROPE_TENSORS or self._is_ignored(model, stored, range(layers, blocks)):
                 continue
             if self._scaled(model, stored) is not None:
                 continue

@@ -2,7 +2,6 @@
 
 import json
 import re
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float
@@ -16,6 +15,7 @@ from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures import read_architecture
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, GgufFiles, unpack_floats
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
+from mycli.runtime.checkpoint.gguf.ollama import as_llama_cpp
 from mycli.runtime.checkpoint.gguf.types import LAYOUT, READABLE_NAMES, TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -25,7 +25,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.generation_config import GenerationDefaults, parse_generation_config
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
-from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, ggml_key, tokenizer_json, tokenizer_settings
+from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, tokenizer_json, tokenizer_settings
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
@@ -91,7 +91,7 @@ class GgufFolder(ModelFolder):
         files: Mapping[str, RegularFile] | None = None,
     ) -> "GgufFolder":
         """Describe the model of a parsed header; `floats` reads a small tensor."""
-        header = _without_tokens_beyond(header)
+        header = as_llama_cpp(header)
         architecture = read_architecture(header.metadata)
         header = replace(header, tensors=architecture.separated(header.tensors))
         model = GgufModel(header.metadata, header.tensors, floats, header.arrays)
@@ -237,17 +237,6 @@ class GgufFolder(ModelFolder):
             allow_nonfinite=allow_nonfinite,
         )
         return self._with_adapter(checkpoint, allow_nonfinite)
-
-
-def _without_tokens_beyond(header: GgufHeader) -> GgufHeader:
-    # Ollama's files of Gemma 3 list a token more than the embedding has rows; elsewhere that is an error.
-    embedding, values = header.tensors.get("token_embd.weight"), dict(header.metadata.values)
-    if values.get("general.architecture") != "gemma3" or embedding is None or not embedding.shape:
-        return header
-    for key in map(ggml_key, ("tokens", "scores", "token_type")):
-        if isinstance(stored := values.get(key), list | array):
-            values[key] = stored[: embedding.shape[0]]
-    return replace(header, metadata=Fields(values, header.metadata.source))
 
 
 def _config(architecture: Architecture, model: GgufModel) -> Config:
