@@ -31,6 +31,7 @@ _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>"
 # Files of before May 2024 have no `pre`; these architectures had one rule then.
 _OLDER_RULES = {name: name for name in ("qwen2", "olmo", "command-r")}
 _OLDER_RULES |= {"qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2"}
+_NEOX_TOKENS = 51200  # at most, padded
 _SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 
@@ -173,11 +174,18 @@ def _model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: An
 
 def pre_tokenizer(metadata: Fields) -> PreTokenizer:
     """Return the pre-tokenization that the file names. Raises ModelError for an unknown name."""
-    name = metadata.text(ggml_key("pre"), _OLDER_RULES.get(metadata.text("general.architecture"), "default"))
+    name = metadata.text(ggml_key("pre"), "") or _older_rule(metadata)
     if name not in PRE_TOKENIZERS:
         hint = f"known: {', '.join(PRE_TOKENIZERS)}; or use the repository that holds safetensors files"
         raise metadata.fail(ggml_key("pre"), f"{name!r} is not a known pre-tokenizer", hint)
     return PRE_TOKENIZERS[name]
+
+
+def _older_rule(metadata: Fields) -> str:
+    architecture = metadata.text("general.architecture")
+    if architecture == "stablelm":  # the 3B models have GPT-NeoX's vocabulary
+        return "stablelm2" if len(read_tokens(metadata)[0]) > _NEOX_TOKENS else "gpt-2"
+    return _OLDER_RULES.get(architecture, "default")
 
 
 def _byte_level(metadata: Fields) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class Architecture:
     gated_queries: bool = False  # attn_q has a gate for each query
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     gating: tuple[int, ...] = ()  # values of expert_gating_func that the family computes; () leaves the key unread
-    pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
+    pattern: bool = False  # export writes sliding_window_pattern; where a file lacks it, `slides` counts
+    ignored: tuple[str, ...] = ()  # tensors that nothing reads
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
     optional: tuple[str, ...] = ()  # keys that may be missing
     # Tensors that recurrent layers have in place of others of the same Hugging Face name.
@@ -180,7 +181,7 @@ class Architecture:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
         layers, blocks = self._layers(model)
         for stored, entry in model.tensors.items():
-            if stored in ROPE_TENSORS or self._is_ignored(model, stored, range(layers, blocks)):
+            if stored in (*ROPE_TENSORS, *self.ignored) or self._is_ignored(model, stored, range(layers, blocks)):
                 continue
             if self._scaled(model, stored) is not None:
                 continue
@@ -343,11 +344,18 @@ class Architecture:
             config |= key.read(model, config)
         if self.slides is not None and "layer_types" not in config:
             kinds = ("full_attention", "sliding_attention")
-            slides = [self.slides(index) for index in range(layers)]
-            if self.pattern and model.has("attention.sliding_window_pattern"):
-                slides = [bool(value) for value in model.layer_values("attention.sliding_window_pattern", layers)]
-            config["layer_types"] = [kinds[slide] for slide in slides]
+            config["layer_types"] = [kinds[slide] for slide in self._sliding(model, layers, self.slides)]
         return config
+
+    def _sliding(self, model: GgufModel, layers: int, default: Callable[[int], bool]) -> list[bool]:
+        key = "attention.sliding_window_pattern"
+        stored = model.metadata.values.get(model.key(key))
+        if isinstance(stored, int):  # one layer in so many has no window: the first one where that is the default
+            full = 0 if not default(0) else stored - 1
+            return [stored == 0 or index % stored != full for index in range(layers)]
+        if stored is not None:
+            return [bool(value) for value in model.layer_values(key, layers)]
+        return [default(index) for index in range(layers)]
 
     def _integer(self, model: GgufModel, name: str, default: int | None = None) -> int:
         if name in self.by_layer and model.has(name):

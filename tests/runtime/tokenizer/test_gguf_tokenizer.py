@@ -259,6 +259,7 @@ def test_several_templates_keep_their_names() -> None:
         ("bailingmoe2", "I|'m| 中文abc| |1|2|3|4| don|'t|한글x|\n\n| | é|\u0301| ab|!!| "),
         ("minicpm5", "I|'m| 中文abc| |123|4| don|'t|한글x|\n\n| | é|\u0301| ab|!!| "),
         ("minerva-7b", "I|'m| 中文abc| |1|2|3|4| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
+        ("default", "I|'|m| 中文abc| |123|4| don|'|t한글x|\n\n | é|\u0301| ab|!!| "),
         ("gigachat", "I|'m| 中文abc| 1234| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
     ],
 )
@@ -278,14 +279,20 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rule"), [("qwen2", "qwen2"), ("phi2", "phi-2"), ("starcoder2", "starcoder"), ("llama", None)]
+    ("architecture", "tokens", "rule"),
+    [
+        ("qwen2", 9, "qwen2"),
+        ("phi2", 9, "phi-2"),
+        ("starcoder2", 9, "starcoder"),
+        ("llama", 9, "default"),
+        ("stablelm", 50432, "gpt-2"),
+        ("stablelm", 100352, "stablelm2"),
+    ],
 )
-def test_a_file_of_before_may_2024_names_no_rule(architecture: str, rule: str | None) -> None:
-    if rule is not None:
-        assert pre_tokenizer(as_read({}, architecture)) is PRE_TOKENIZERS[rule]
-        return
-    with pytest.raises(ModelError, match="'default' is not a known pre-tokenizer"):
-        pre_tokenizer(as_read({}, architecture))
+def test_a_file_of_before_may_2024_names_no_rule(architecture: str, tokens: int, rule: str) -> None:
+    metadata = {"tokenizer.ggml.tokens": [str(index) for index in range(tokens)]}
+    assert pre_tokenizer(as_read(metadata, architecture)) is PRE_TOKENIZERS[rule]
+    assert pre_tokenizer(as_read({**metadata, "tokenizer.ggml.pre": ""}, architecture)) is PRE_TOKENIZERS[rule]
 
 
 def test_texts_are_split_by_our_patterns_where_the_published_ones_are_slow() -> None:

@@ -341,6 +341,35 @@ def test_a_token_of_gemma_3_without_an_embedding_row_is_left_out() -> None:
     assert folder.tokenizer().encode("a", add_special=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "period", "sliding"),
+    [
+        ("gemma3-window7-tied", 3, [True, True, False] * 2 + [True]),
+        ("gpt_oss-window7-gqa4:2", 3, [True, True, False, True]),
+        ("cohere2-window7-tied", 0, [True] * 4),
+        ("laguna-heads-by-layer-window7", 2, [False, True, False]),
+    ],
+)
+def test_a_window_pattern_may_be_a_number(name: str, period: int, sliding: list[bool]) -> None:
+    """One layer in so many has no window: the last one, or the first in laguna."""
+    facts = FACTS[name]
+    key = f"{facts['keys']['general.architecture']}.attention.sliding_window_pattern"
+    config = _folder({**facts, "keys": {**facts["keys"], key: period}}).config
+    assert [window is not None for window in config.windows] == sliding
+
+
+def test_the_head_of_a_reranker_is_not_read() -> None:
+    facts = FACTS["qwen3-qk-norm-hd32"]
+    answers = {"cls.output.weight": [64, 2]}
+    folder = _folder({**facts, "tensors": {**facts["tensors"], **answers}})
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+    untied = {name: shape for name, shape in facts["tensors"].items() if name != "output.weight"}
+    wide = {**untied, **answers, "token_embd.weight": [4096, 97]}
+    keys = {**facts["keys"], "qwen3.embedding_length": 4096}
+    with pytest.raises(ModelError, match=r"cls\.output\.weight is a head of two tokens"):
+        _folder({**facts, "keys": keys, "tensors": wide})
+
+
 def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     name = next(name for name, facts in FACTS.items() if facts["keys"]["general.architecture"] == "qwen3next")
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}

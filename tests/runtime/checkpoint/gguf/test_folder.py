@@ -294,7 +294,6 @@ def test_metadata_that_lies_is_an_error(name: str, tmp_path: Path) -> None:
 TOKENIZER_LIES: dict[str, tuple[dict[str, Any], str]] = {
     "other-kind": ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model"),
     "unknown-rule": ({"tokenizer.ggml.pre": "my-own"}, "tokenizer.ggml.pre"),
-    "no-rule": ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre"),
     "no-tokens": ({"tokenizer.ggml.tokens": None}, "tokens"),
     "token-twice": ({"tokenizer.ggml.tokens": ["a"] * 300}, "twice"),
     "merge-of-no-tokens": ({"tokenizer.ggml.merges": ["zzzz yyyy"]}, "merges"),
