@@ -13,6 +13,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.memory_names import file_name
 from mycli.runtime.models.part_spec import (
     ActivationName,
     AttentionSpec,
@@ -229,7 +230,8 @@ class ModelConfig:
         return {stack.name: stack for mixture in mixtures for stack in mixture.stacks}
 
     def local_name(self, stored: str) -> str:
-        """Return the declaration's name of a tensor of the family's checkpoints."""
+        """Return the declaration's name of a tensor of the family's files, or of transformers' model in memory."""
+        stored = file_name(self.model_type, stored)
         for prefix, local in self.stored_prefixes:
             if stored.startswith(prefix):
                 return local + stored.removeprefix(prefix)

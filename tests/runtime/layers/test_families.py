@@ -21,6 +21,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models import multimodal
+from mycli.runtime.models.memory_names import RENAMES
 from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
@@ -71,6 +72,18 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
         actual = whole(model, tokens, sizes, block_size=BLOCKS.get(way))
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max(), way
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
+
+
+@pytest.mark.parametrize("model_type", RENAMES)
+def test_names_of_transformers_in_memory_are_read(model_type: str, tmp_path: Path) -> None:
+    case = next(name for name, (kind, _) in CASES.items() if kind == model_type)
+    reference = make(tmp_path, *CASES[case])
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+    tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def test_tokens_without_per_layer_inputs_take_the_first_row(tmp_path: Path) -> None:

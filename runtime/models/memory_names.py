@@ -1,0 +1,47 @@
+"""Tensor names of transformers 5 in memory, where a family's files have others.
+
+`save_pretrained(save_original_format=False)` writes them, and so do tools that store a state dict. The names are those
+of transformers' conversion_mapping.py; experts stacked in one tensor are in the declaration of each family.
+"""
+
+from collections.abc import Mapping
+
+Renames = tuple[tuple[str, str], ...]
+
+_GRANITE: Renames = (
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+)
+_BIAS = ".mlp.gate.e_score_correction_bias"
+# By model_type: parts of names in memory, none of which occurs in the family's files, and those of the files.
+RENAMES: Mapping[str, Renames] = {
+    "mixtral": ((".mlp.", ".block_sparse_moe."),),
+    "minimax_m2": ((".mlp.", ".block_sparse_moe."),),
+    "phimoe": ((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
+    "ernie4_5_moe": ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
+    "exaone_moe": ((_BIAS, ".mlp.e_score_correction_bias"),),
+    "hy_v3": (
+        (".mlp.gate.", ".mlp.router.gate."),
+        (".mlp.shared_experts.", ".mlp.shared_mlp."),
+        (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+    ),
+    "laguna": ((_BIAS, ".mlp.experts.e_score_correction_bias"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
+    "flint": ((".self_attn.sinks", ".self_attn.softmax_offset"),),
+    "mimo_v2_flash": ((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+    "kolibri1": (
+        (_BIAS, ".moe.router.expert_bias"),
+        (".post_mlp_layernorm.", ".post_ffn_norm."),
+        (".post_self_attn_layernorm.", ".post_attn_norm."),
+    ),
+    "lfm3": ((".self_attn.g_proj.", ".self_attn.gate_proj."),),
+    "nemotron_h": (("model.embeddings.", "model.embed_tokens."),),
+}
+
+
+def file_name(model_type: str, name: str) -> str:
+    """Return the name in the family's files of a tensor that may be named as in memory."""
+    for part, stored in RENAMES.get(model_type, ()):
+        name = name.replace(part, stored)
+    return name
