@@ -25,11 +25,16 @@ def trained_context(raw: Fields) -> int:
 
 def has_rope(raw: Fields) -> bool:
     """Whether the config has a rope section, under its new or its old name."""
-    return raw.has("rope_parameters") or raw.has("rope_scaling")
+    return bool(_keys(raw))
+
+
+def _keys(raw: Fields) -> list[str]:
+    # An empty section counts as absent, as in transformers.
+    return [key for key in ("rope_parameters", "rope_scaling") if raw.has(key) and raw.values[key] != {}]
 
 
 def _section(raw: Fields) -> Fields:
-    keys = [key for key in ("rope_parameters", "rope_scaling") if raw.has(key)]
+    keys = _keys(raw)
     if len(keys) == 2 and raw.values[keys[0]] != raw.values[keys[1]]:
         raise raw.fail("rope_parameters", "and rope_scaling are both given and differ", "keep one")
     return raw.object(keys[0] if keys else "rope_scaling")
@@ -105,7 +110,7 @@ def _read(section: Fields, raw: Fields, handled: Collection[str]) -> ThetaAndSca
         if key not in handled and section.has(key) and section.values[key] not in _NEUTRAL[key]:
             raise section.fail(key, f"= {section.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
     kind = section.text("rope_type", section.text("type", "default"))
-    if "longrope" in handled and kind in ("su", "yarn"):
+    if "longrope" in handled and (kind == "su" or kind == "yarn" and section.has("short_factor")):
         kind = "longrope"  # older names in Phi-3's files
     if kind == "default":
         return theta, RopeScaling()

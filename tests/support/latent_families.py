@@ -101,6 +101,10 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "minicpm3-yarn": (
+        "minicpm3",
+        {**IDS, **SIZES, "dim_model_base": 16, **scaled("yarn", factor=4.0, original_max_position_embeddings=16)},
+    ),
     # No padding token: transformers sets its embedding to zero when it reads a packed copy.
     "youtu-tied": ("youtu", {**IDS, **SIZES, "pad_token_id": None}),
     "youtu-odd-sizes-half-split-biases-untied": (

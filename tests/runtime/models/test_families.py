@@ -312,3 +312,12 @@ def test_full_layers_of_gemma4_have_keys_as_values() -> None:
     with_values = {index for index in range(config.layers) if f"model.layers.{index}.self_attn.v_proj.weight" in names}
     full = {index for index, spec in enumerate(config.layer_specs) if spec.attention.window is None}
     assert full and with_values == set(range(config.layers)) - full
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("mistral4", {}), ("lfm3", {"head_dim": 16}), ("olmo3", {"sliding_window": 8})]
+)
+def test_an_empty_rope_section_counts_as_absent(model_type: str, changes: dict[str, Any]) -> None:
+    absent, empty = parse(model_type, **changes), parse(model_type, **changes, rope_scaling={})
+    assert empty.distinct_ropes == absent.distinct_ropes
+    assert empty.rope_scaling == absent.rope_scaling
