@@ -161,10 +161,18 @@ def _longrope(section: Fields, raw: Fields) -> RopeScaling:
         "longrope",
         factor,
         original,
-        attention_factor=section.number("attention_factor", attention_factor, low=1e-6),
+        attention_factor=_longrope_magnitude(section, section.number("attention_factor", attention_factor, low=1e-6)),
         short_factors=_numbers(section, "short_factor"),
         long_factors=_numbers(section, "long_factor"),
     )
+
+
+def _longrope_magnitude(section: Fields, default: float) -> float:
+    # PhiMoE gives the magnitude of each set of factors; its published models have one for both.
+    short, long = (section.number(key, default, low=1e-6) for key in ("short_mscale", "long_mscale"))
+    if short != long:
+        raise section.fail("short_mscale", f"= {short:g} and long_mscale = {long:g} are not equal", UNSUPPORTED_HINT)
+    return short
 
 
 def _numbers(section: Fields, key: str) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.support.expert_families import EXPERTS8, ROUTED8
-from tests.support.family_parts import IDS, MULTIPLIERS, scaled
+from tests.support.family_parts import IDS, MULTIPLIERS, longrope, scaled
 
 BY_LAYER_TYPE = {
     "rope_parameters": {
@@ -196,6 +196,11 @@ MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe-window7-tied-biases": (
         "phimoe",
         {**IDS, "num_local_experts": 6, "sliding_window": 7, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    # Of the published models. Beyond the original context transformers keeps the short factors.
+    "phimoe-longrope-within": (
+        "phimoe",
+        {**IDS, "num_local_experts": 4, **longrope(8, original=64, short_mscale=1.25, long_mscale=1.25)},
     ),
     "cohere2_moe-window7-tied-shared": (
         "cohere2_moe",

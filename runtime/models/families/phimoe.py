@@ -13,7 +13,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000.0)
     # SparseMixer is defined for two experts: the second is chosen with the first masked.
     hf_config.require(raw, num_experts_per_tok=2)
-    fields = hf_config.common(raw, handled=EXPERT_KEYS)
+    fields = hf_config.common(raw, handled=("longrope", *EXPERT_KEYS))
     head_bias = raw.boolean("lm_head_bias", False)
     if head_bias:
         hf_config.require_untied_head(fields)

@@ -51,6 +51,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "starcoder2-silu": ("starcoder2", {"hidden_act": "silu"}, "'silu' is not supported"),
     "phi-tied": ("phi", {"tie_word_embeddings": True}, "the head has a bias"),
     "phimoe-tied-bias": ("phimoe", {"tie_word_embeddings": True, "lm_head_bias": True}, "the head has a bias"),
+    "phimoe-mscales": (
+        "phimoe",
+        {"rope_scaling": {**LONG, "short_mscale": 1.0, "long_mscale": 1.5}},
+        "short_mscale = 1 and long_mscale = 1.5 are not equal",
+    ),
     "phimoe-three": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
     "laguna-input-weights": ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input"),
     "laguna-gating": ("laguna", {"gating": "per-row"}, "gating"),
