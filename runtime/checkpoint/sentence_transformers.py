@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, strict_json
 
@@ -28,13 +29,14 @@ DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A linear layer on the pooled vector, with its weights in `path`."""
+    """A linear layer on the pooled vector, with its weights in `path`, which may be a GGUF file that holds `tensor`."""
 
     path: Path
     in_features: int
     out_features: int
     bias: bool
     activation: DenseActivation
+    tensor: TensorEntry | None = None
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def write_model(
     kind: str,
     config: Mapping[str, Any],
     keys: Mapping[str, Any],
-    extra: Mapping[str, Sequence[float]] | None = None,
+    extra: Mapping[str, Sequence[Any]] | None = None,
     *,
     fused_qkv: bool = False,
 ) -> None:

@@ -337,9 +337,9 @@ class Architecture:
             raise model.metadata.fail(model.key("attention.sliding_window"), f"is not supported for {self.name}")
         if self.gating and model.has("expert_gating_func") and model.integer("expert_gating_func") not in self.gating:
             raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
-        if not model.boolean("attention.causal", True):
-            raise model.metadata.fail(model.key("attention.causal"), "= false is not supported")
         config |= self.read_config(model, config)
+        if not model.boolean("attention.causal", True) and not config.get("use_bidirectional_attention"):
+            raise model.metadata.fail(model.key("attention.causal"), "= false is not supported")
         for key in self.keys:
             config |= key.read(model, config)
         if self.slides is not None and "layer_types" not in config:

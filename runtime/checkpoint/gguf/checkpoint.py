@@ -5,6 +5,7 @@ A tensor is read a part at a time, except one whose rows are reordered.
 
 from collections.abc import Iterator, Mapping
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint, check_finite
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
+from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -34,6 +36,16 @@ def file_order(order: RowOrder | RowRanges, config: ModelConfig, rows: int) -> T
             raise ModelError(f"a tensor of {rows} rows, expected {len(indices)}", code="pull-again")
         return indices
     return torch.arange(rows).view(order.shape(config)).permute(order.axes).reshape(-1)
+
+
+def read_dense(path: Path, entry: TensorEntry) -> Tensor:
+    """Return a matrix of the file `path` in fp32."""
+    rows, columns = entry.shape
+    data = torch.empty(rows, entry.nbytes // rows, dtype=torch.uint8)
+    RegularFile.find(path).read_into(data.numpy().reshape(-1).data, entry.offset)
+    weight = dequantize_blocks(data, entry.dtype).view(rows, columns).float()
+    check_finite(weight, f"{entry.file}: {entry.name}", code="allow-nonfinite")
+    return weight
 
 
 class GgufCheckpoint(Checkpoint):

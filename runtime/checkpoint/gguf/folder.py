@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures import read_architecture
+from mycli.runtime.checkpoint.gguf.architectures.gemma_embedding import DENSE
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, GgufFiles, unpack_floats
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
 from mycli.runtime.checkpoint.gguf.ollama import as_llama_cpp
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # describing a model needs no torch
     import torch
 
     from mycli.runtime.checkpoint.reader import Checkpoint
-    from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, PoolingMode
+    from mycli.runtime.checkpoint.sentence_transformers import DenseSpec, EmbeddingSpec, PoolingMode
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 _POOLING: Mapping[int, "PoolingMode"] = {1: "mean", 2: "cls", 3: "last"}  # by pooling_type; others compute no vectors
@@ -199,8 +200,21 @@ class GgufFolder(ModelFolder):
         """The pooling of an embedding model, whose vectors llama.cpp's server normalizes; None for other models."""
         from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
 
-        pooling = _POOLING.get(self._model.integer("pooling_type", 0))
-        return None if pooling is None else EmbeddingSpec((pooling,), normalize=True)
+        pooling = _POOLING.get(self._model.integer("pooling_type", 1 if self.config.bidirectional else 0))
+        return None if pooling is None else EmbeddingSpec((pooling,), tuple(self._dense_layers()), normalize=True)
+
+    def _dense_layers(self) -> Iterator["DenseSpec"]:
+        from mycli.runtime.checkpoint.sentence_transformers import DenseSpec
+
+        width = self.config.hidden_size
+        for name in DENSE if self.config.bidirectional else ():
+            entry = self.header.tensors.get(name)
+            if entry is None:
+                continue
+            if len(entry.shape) != 2 or entry.shape[1] != width or entry.dtype not in READABLE_NAMES:
+                raise damaged(f"{entry.file}: {name} is {entry.dtype} {list(entry.shape)}, expected {width} columns")
+            width = entry.shape[0]
+            yield DenseSpec(self.path.with_name(entry.file), entry.shape[1], width, False, "Identity", entry)
 
     def source_files(self) -> list[Path]:
         changes = [] if self.adapter is None else self.adapter.source_files()

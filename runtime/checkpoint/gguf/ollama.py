@@ -44,6 +44,7 @@ _TENSORS: Mapping[str, Mapping[str, str]] = {
     },
     "gemma4": {r"\.ffn_gate_inp\.per_expert_scale$": ".ffn_down_exps.scale"},
     "laguna": {r"\.attn_g\.weight$": ".attn_gate.weight"},
+    "gemma-embedding": {r"^dense\.0\.": "dense_2.", r"^dense\.1\.": "dense_3.", r"^norm\.": "output_norm."},
     "lfm2": {"^output_norm": "token_embd_norm"},
     "nemotron_h_moe": {r"\.ffn_latent_in\.": ".ffn_latent_down.", r"\.ffn_latent_out\.": ".ffn_latent_up."},
     **dict.fromkeys(_DELTA_NETS, {r"\.ssm_dt$": ".ssm_dt.bias"}),
@@ -67,6 +68,8 @@ def as_llama_cpp(header: GgufHeader) -> GgufHeader:
     target = _ARCHITECTURES.get(source, source)
     if source == "nemotron_h_omni" and stored.get(f"{source}.expert_count"):
         target += "_moe"
+    if source == "gemma3" and "dense.0.weight" in header.tensors:
+        target = "gemma-embedding"
     names = {key: _key(key, source, target) for key in stored}
     # Of a file with both names of a key, the value of llama.cpp's counts.
     values = {name: stored[key] for key, name in names.items() if name == key or name not in stored}
