@@ -193,14 +193,14 @@ MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "phimoe",
         {**IDS, "num_local_experts": 4, "lm_head_bias": True, "router_jitter_noise": 0.2},
     ),
-    "phimoe-window7-tied-biases": (
-        "phimoe",
-        {**IDS, "num_local_experts": 6, "sliding_window": 7, "attention_bias": True, "tie_word_embeddings": True},
-    ),
     # Of the published models. Beyond the original context transformers keeps the short factors.
     "phimoe-longrope-within": (
         "phimoe",
         {**IDS, "num_local_experts": 4, **longrope(8, original=64, short_mscale=1.25, long_mscale=1.25)},
+    ),
+    "phimoe-window7-tied-biases": (
+        "phimoe",
+        {**IDS, "num_local_experts": 6, "sliding_window": 7, "attention_bias": True, "tie_word_embeddings": True},
     ),
     "cohere2_moe-window7-tied-shared": (
         "cohere2_moe",
@@ -293,6 +293,22 @@ MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_chunk_size": 16,
             "floor_scale": 8,
             "attn_scale": 0.4,
+        },
+    ),
+    "llama4-without-experts-tied": (  # MobileLLM-R1
+        "llama4_text",
+        {
+            **IDS,
+            "head_dim": 16,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "intermediate_size_mlp": 96,
+            "layer_types": ["full_attention"] * 3,
+            "no_rope_layers": [1] * 3,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
         },
     ),
     "llama4-every-other-top2-biases-tied": (

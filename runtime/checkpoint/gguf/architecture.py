@@ -350,7 +350,7 @@ class Architecture:
     def _sliding(self, model: GgufModel, layers: int, default: Callable[[int], bool]) -> list[bool]:
         key = "attention.sliding_window_pattern"
         stored = model.metadata.values.get(model.key(key))
-        if isinstance(stored, int):  # one layer in so many has no window: the first one where that is the default
+        if isinstance(stored, int):  # the period of the layers without a window: its last layer, or the first
             full = 0 if not default(0) else stored - 1
             return [stored == 0 or index % stored != full for index in range(layers)]
         if stored is not None:

@@ -38,7 +38,7 @@ def file_order(order: RowOrder | RowRanges, config: ModelConfig, rows: int) -> T
     return torch.arange(rows).view(order.shape(config)).permute(order.axes).reshape(-1)
 
 
-def read_dense(path: Path, entry: TensorEntry) -> Tensor:
+def read_matrix(path: Path, entry: TensorEntry) -> Tensor:
     """Return a matrix of the file `path` in fp32."""
     rows, columns = entry.shape
     data = torch.empty(rows, entry.nbytes // rows, dtype=torch.uint8)

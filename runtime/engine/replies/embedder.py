@@ -68,9 +68,9 @@ def _pooled(states: Tensor, mode: str) -> Tensor:
 
 def _read(dense: DenseSpec) -> tuple[Tensor, Tensor | None]:
     if dense.tensor is not None:
-        from mycli.runtime.checkpoint.gguf.checkpoint import read_dense
+        from mycli.runtime.checkpoint.gguf.checkpoint import read_matrix
 
-        return read_dense(dense.path, dense.tensor), None
+        return read_matrix(dense.path, dense.tensor), None
     checkpoint = Checkpoint(Manifest.open(dense.path.parent))
     shapes: dict[str, Sequence[int]] = {"linear.weight": (dense.out_features, dense.in_features)}
     if dense.bias:

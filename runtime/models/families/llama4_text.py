@@ -1,4 +1,4 @@
-"""Llama 4 (Scout, Maverick), text model: attention in chunks, layers without rotation, experts with weighted inputs."""
+"""Llama 4 (Scout, Maverick), text model, and MobileLLM-R1: attention in chunks, layers without rotation, experts with weighted inputs."""
 
 from dataclasses import dataclass, replace
 
@@ -56,8 +56,8 @@ class Llama4Layers:
 def _sparse(raw: Fields, layers: int) -> frozenset[int]:
     if raw.has("moe_layers"):
         return frozenset(raw.array("moe_layers", int, MAX_LAYERS))
-    step = raw.integer("interleave_moe_layer_step", 1)
-    return frozenset(range(step - 1, layers, step))
+    step = raw.integer("interleave_moe_layer_step", 1, low=0)
+    return frozenset(range(step - 1, layers, step)) if step else frozenset()
 
 
 def _ropes(raw: Fields, rotates: list[int], rope: RopeSpec) -> tuple[RopeSpec | None, ...]:
@@ -77,14 +77,15 @@ def read(raw: Fields) -> ModelConfig:
     )
     fields = hf_config.common(raw, handled=("attention_chunk_size", "no_rope_layers", *EXPERT_KEYS))
     layers, rotates = fields["layers"], rotating_layers(raw, fields["layers"])
-    count, top_k = read_expert_counts(raw, "num_local_experts", layers, default=(16, 1))
-    size = fields["intermediate_size"]
+    sparse, size = _sparse(raw, layers), fields["intermediate_size"]
+    # MobileLLM-R1 has no experts, and says that it has 0.
+    count, top_k = read_expert_counts(raw, "num_local_experts", layers, default=(16, 1)) if sparse else (1, 1)
     mixture = MoeLayers(
         count,
         RoutingSpec(top_k, normalize=False, scoring="sigmoid"),
         size,
         _NAMES,
-        dense=frozenset(range(layers)) - _sparse(raw, layers),
+        dense=frozenset(range(layers)) - sparse,
         shared=size,
     )
     chunked = hf_config.layers_of_type(raw, layers, lambda index: bool(rotates[index]), "chunked_attention")

@@ -16,9 +16,17 @@ _UNNORMED_EXPERTS = 128  # Maverick, whose queries and keys have no norm
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    if model.has("attention.sliding_window") and not model.integer("attention.sliding_window"):
-        raise model.metadata.fail(model.key("attention.sliding_window"), "is 0, a variant that is not supported")
-    layers, rotates = config["num_hidden_layers"], [(index + 1) % _PERIOD != 0 for index in range(1 << 10)]
+    layers = config["num_hidden_layers"]
+    rotates = [(index + 1) % _PERIOD != 0 for index in range(layers)]
+    if model.has("attention.sliding_window") and not model.integer("attention.sliding_window"):  # MobileLLM-R1
+        return {
+            "intermediate_size_mlp": config["intermediate_size"],
+            "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+            "attention_chunk_size": None,
+            "attn_temperature_tuning": False,
+            "no_rope_layers": [1] * layers,
+            "layer_types": ["full_attention"] * layers,
+        }
     return {
         "intermediate_size_mlp": config["intermediate_size"],
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
@@ -26,8 +34,8 @@ def _read_config(model: GgufModel, config: Config) -> Config:
         "attn_temperature_tuning": True,
         "floor_scale": _FLOOR,
         "attn_scale": _SCALE,
-        "no_rope_layers": [int(value) for value in rotates[:layers]],
-        "layer_types": ["chunked_attention" if value else "full_attention" for value in rotates[:layers]],
+        "no_rope_layers": [int(value) for value in rotates],
+        "layer_types": ["chunked_attention" if value else "full_attention" for value in rotates],
         "use_qk_norm": model.integer("expert_count") != _UNNORMED_EXPERTS,
     }
 

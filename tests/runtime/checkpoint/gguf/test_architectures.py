@@ -1,13 +1,7 @@
-"""Test keys and tensor names recorded from llama.cpp's converter, one model per architecture.
+"""Test keys and tensor names recorded from llama.cpp's converter, one model per architecture."""
 
-Record them with `python -m tests.benchmarks.gguf_converter LLAMA_CPP --record FILE`.
-"""
-
-import json
 from array import array
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,35 +10,15 @@ import torch
 
 from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
-from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_factors
-from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.gguf_exports import MULTIMODAL_NAMES
+from tests.support.gguf_facts import FACTS, gguf_folder
 from tests.support.gguf_files import byte_tokenizer
 from tests.support.published import PUBLISHED
-
-FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.json").read_text())
-
-
-def _typed(value: Any) -> Any:
-    kinds = {int: "i", float: "f"}
-    return array(kinds[type(value[0])], value) if isinstance(value, list) and type(value[0]) in kinds else value
-
-
-def _folder(facts: dict[str, Any], tokenizer: dict[str, Any] | None = None) -> GgufFolder:
-    tensors = {
-        name: TensorEntry(name, "F32", tuple(reversed(shape)), "a.gguf", 0, 4 * prod(shape))
-        for name, shape in facts["tensors"].items()
-    }
-    keys = {key: _typed(value) for key, value in {**facts["keys"], **(tokenizer or byte_tokenizer(97))}.items()}
-    lists = {key: len(value) for key, value in keys.items() if isinstance(value, array) and value.typecode == "f"}
-    arrays = {key: TensorEntry(key, "F32", (count,), "a.gguf", 0, 4 * count) for key, count in lists.items()}
-    header = GgufHeader(Fields(keys, "a.gguf"), tensors, arrays)
-    return GgufFolder.from_header(header, lambda name: facts["factors"], Path("a.gguf"))
 
 
 def test_every_architecture_is_recorded() -> None:
@@ -55,7 +29,7 @@ def test_every_architecture_is_recorded() -> None:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_the_converters_names_are_read(name: str) -> None:
-    folder = _folder(FACTS[name])
+    folder = gguf_folder(FACTS[name])
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
     original = parse_config(Fields(FACTS[name]["config"], "config.json"))
     shapes = [(layer.index, [*layer.products()]) for layer in original.layer_specs]
@@ -115,7 +89,7 @@ def test_the_keys_written_are_read_as_the_converters(name: str) -> None:
     for key, value in architecture.metadata(model).items():
         if value != []:
             keys[key] = array("f", [value])[0] if isinstance(value, float) else value  # stored in fp32
-    read, expected = (_folder({**FACTS[name], "keys": both}).config for both in (keys, FACTS[name]["keys"]))
+    read, expected = (gguf_folder({**FACTS[name], "keys": both}).config for both in (keys, FACTS[name]["keys"]))
     assert read.layer_specs == expected.layer_specs
     # The converter writes 2^20 for recurrent models. Sizes of layers that a model does not have make no difference.
     assert replace(read, max_context=expected.max_context, build_layer=expected.build_layer) == expected
@@ -159,8 +133,8 @@ def _with_fused_qkv(facts: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(FACTS.keys() - {"mimo_v2_flash-window7"}))
 def test_queries_keys_and_values_in_one_tensor_are_separated(name: str) -> None:
     facts = _with_fused_qkv(FACTS[name])
-    read = _folder(facts).checked_manifest()
-    assert {tensor: entry.shape for tensor, entry in read.tensors.items()} == dict(_folder(facts).config.tensors())
+    read = gguf_folder(facts).checked_manifest()
+    assert {tensor: entry.shape for tensor, entry in read.tensors.items()} == dict(gguf_folder(facts).config.tensors())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +147,7 @@ def test_queries_keys_and_values_in_one_tensor_are_separated(name: str) -> None:
 def test_a_fused_tensor_that_does_not_fit_is_an_error(name: str, rows: int, message: str) -> None:
     facts = _with_fused_qkv(FACTS["qwen2-biases"])
     with pytest.raises(ModelError, match=message):
-        _folder({**facts, "tensors": {**facts["tensors"], name: [64, rows]}})
+        gguf_folder({**facts, "tensors": {**facts["tensors"], name: [64, rows]}})
 
 
 @pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
@@ -181,7 +155,7 @@ def test_keys_and_values_that_nothing_reads_are_skipped(name: str) -> None:
     """Published files have them in layers that read those of another layer."""
     facts, parts = FACTS[name], ("attn_k", "attn_v", "attn_k_norm")
     unread = {f"blk.3.{part}.weight": facts["tensors"][f"blk.1.{part}.weight"] for part in parts}
-    folder = _folder({**facts, "tensors": {**facts["tensors"], **unread}})
+    folder = gguf_folder({**facts, "tensors": {**facts["tensors"], **unread}})
     assert not unread.keys() & facts["tensors"].keys()
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
 
@@ -195,7 +169,7 @@ def test_latent_attention_of_before_the_smaller_cache_is_read() -> None:
     tensors = {name: shape for name, shape in facts["tensors"].items() if not name.endswith(halves)}
     tensors |= {f"blk.{layer}.attn_kv_b.weight": [32, 4 * (32 + 32)] for layer in range(3)}
     keys |= {f"deepseek2.{key}": value for key, value in whole.items()}
-    older, newer = _folder({**facts, "keys": keys, "tensors": tensors}), _folder(facts)
+    older, newer = gguf_folder({**facts, "keys": keys, "tensors": tensors}), gguf_folder(facts)
     assert older.config.layer_specs == newer.config.layer_specs
     assert {name: entry.shape for name, entry in older.checked_manifest().tensors.items()} == dict(
         newer.config.tensors()
@@ -208,11 +182,11 @@ def test_mistral_large_is_a_deepseek_with_queries_scaled_by_position() -> None:
     keys = {**facts["keys"], **{f"mistral4.{key}": value for key, value in scaled.items()}}
     renamed = {key.replace("mistral4.", "deepseek2."): value for key, value in keys.items()}
     renamed["general.architecture"] = "deepseek2"
-    config = _folder({**facts, "keys": renamed}).config
-    assert config == replace(_folder({**facts, "keys": keys}).config, build_layer=config.build_layer)
+    config = gguf_folder({**facts, "keys": renamed}).config
+    assert config == replace(gguf_folder({**facts, "keys": keys}).config, build_layer=config.build_layer)
     assert config.rope_scaling.query_beta == pytest.approx(0.1)
     with pytest.raises(ModelError, match=r"attention\.temperature_scale is not supported with sigmoid"):
-        _folder({**facts, "keys": {**renamed, "deepseek2.expert_gating_func": 2}})
+        gguf_folder({**facts, "keys": {**renamed, "deepseek2.expert_gating_func": 2}})
 
 
 def test_multipliers_of_biases_and_tied_heads_stay() -> None:
@@ -230,7 +204,7 @@ def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
     facts = FACTS["glm4_moe-8top3-scaled"]
     counts = {"glm4moe.block_count": blocks, "glm4moe.nextn_predict_layers": predicted}
     head = {"blk.3.nextn.eh_proj.weight": [128, 64]}
-    return _folder({**facts, "keys": {**facts["keys"], **counts}, "tensors": {**facts["tensors"], **head}})
+    return gguf_folder({**facts, "keys": {**facts["keys"], **counts}, "tensors": {**facts["tensors"], **head}})
 
 
 def test_blocks_of_an_mtp_head_are_skipped_if_the_metadata_counts_them() -> None:
@@ -254,31 +228,31 @@ def test_a_layer_beyond_the_count_is_an_error() -> None:
     facts = FACTS["glm4_moe-8top3-scaled"]
     extra = {"blk.3.attn_q.weight": facts["tensors"]["blk.2.attn_q.weight"]}
     with pytest.raises(ModelError, match=r"blk\.3\.attn_q\.weight is not part of the model"):
-        _folder({**facts, "tensors": {**facts["tensors"], **extra}}).checked_manifest()
+        gguf_folder({**facts, "tensors": {**facts["tensors"], **extra}}).checked_manifest()
 
 
 def test_joined_tensors_beyond_the_count_are_an_error() -> None:
     facts = FACTS["deepseek_v2-yarn"]
     fewer = {**facts["keys"], "deepseek2.block_count": 2}
     with pytest.raises(ModelError, match=r"blk\.2\..* is not part of the model"):
-        _folder({**facts, "keys": fewer}).checked_manifest()
+        gguf_folder({**facts, "keys": fewer}).checked_manifest()
 
 
 @pytest.mark.parametrize("values", [[0.5] * 2, [1] * 3, 0.5, None])
 def test_parameters_in_the_metadata_are_one_number_for_each_layer(values: Any) -> None:
     facts = FACTS["apertus-llama3"]
     with pytest.raises(ModelError, match=r"xielu\.beta"):
-        _folder({**facts, "keys": {**facts["keys"], "xielu.beta": values}})
+        gguf_folder({**facts, "keys": {**facts["keys"], "xielu.beta": values}})
 
 
 @pytest.mark.parametrize(("key", "value"), [("rope.scaling.finetuned", False), ("residual_scale", 0.5)])
 def test_a_hybrid_without_a_shared_mlp_is_a_bamba(key: str, value: object) -> None:
     facts = FACTS["bamba-2-groups"]
-    assert _folder(facts).config.model_type == "bamba"
+    assert gguf_folder(facts).config.model_type == "bamba"
     shared = {**facts["keys"], "granitehybrid.expert_shared_feed_forward_length": 88}
-    assert _folder({**facts, "keys": shared}).config.model_type == "granitemoehybrid"
+    assert gguf_folder({**facts, "keys": shared}).config.model_type == "granitemoehybrid"
     with pytest.raises(ModelError, match=key):
-        _folder({**facts, "keys": {**facts["keys"], f"granitehybrid.{key}": value}})
+        gguf_folder({**facts, "keys": {**facts["keys"], f"granitehybrid.{key}": value}})
 
 
 @pytest.mark.parametrize(
@@ -288,9 +262,9 @@ def test_a_hybrid_without_a_shared_mlp_is_a_bamba(key: str, value: object) -> No
 def test_what_ling_has_no_layer_for_is_refused(key: str, value: Any) -> None:
     facts = FACTS["bailing_hybrid-8top3"]
     with pytest.raises(ModelError, match=f"{key} is not supported"):
-        _folder({**facts, "keys": {**facts["keys"], f"bailingmoe3.{key}": value}})
+        gguf_folder({**facts, "keys": {**facts["keys"], f"bailingmoe3.{key}": value}})
     neutral = [0 * number for number in value] if isinstance(value, list) else 0.0
-    assert _folder({**facts, "keys": {**facts["keys"], f"bailingmoe3.{key}": neutral}}).config.layers
+    assert gguf_folder({**facts, "keys": {**facts["keys"], f"bailingmoe3.{key}": neutral}}).config.layers
 
 
 def test_queries_of_granite_rotate_unless_the_file_says_otherwise() -> None:
@@ -299,10 +273,10 @@ def test_queries_of_granite_rotate_unless_the_file_says_otherwise() -> None:
         keys = {name: old for name, old in facts["keys"].items() if name != key} | (
             {} if value is None else {key: value}
         )
-        assert bool(_folder({**facts, "keys": keys}).config.distinct_ropes) is (value is not False)
+        assert bool(gguf_folder({**facts, "keys": keys}).config.distinct_ropes) is (value is not False)
     facts = FACTS["granite-multipliers"]
     with pytest.raises(ModelError, match="finetuned = false is not supported"):
-        _folder({**facts, "keys": {**facts["keys"], "granite.rope.scaling.finetuned": False}})
+        gguf_folder({**facts, "keys": {**facts["keys"], "granite.rope.scaling.finetuned": False}})
 
 
 @pytest.mark.parametrize(("context", "scaled"), [(32768, False), (131072, True)])
@@ -313,7 +287,7 @@ def test_gemma_3_of_ollama_is_read(context: int, scaled: bool) -> None:
     keys = {key: value for key, value in facts["keys"].items() if not key.endswith(missing)}
     keys |= {"gemma3.context_length": context, "gemma3.rope.local.freq_base": 20000.0}
     images = {"v.blk.0.attn_q.weight": [8, 8], "mm.mm_input_projection.weight": [8, 8]}
-    folder = _folder({**facts, "keys": keys, "tensors": {**facts["tensors"], **images}})
+    folder = gguf_folder({**facts, "keys": keys, "tensors": {**facts["tensors"], **images}})
     assert folder.config.rms_norm_eps == 1e-6
     full, sliding = (
         next(
@@ -327,7 +301,7 @@ def test_gemma_3_of_ollama_is_read(context: int, scaled: bool) -> None:
     assert (full.scaling.kind, sliding.scaling.kind) == ("linear" if scaled else "default", "default")
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
     nested = {**keys, "gemma3.rope.global.freq_base": 500_000.0}
-    assert 500_000.0 in {rope.theta for rope in _folder({**facts, "keys": nested}).config.distinct_ropes}
+    assert 500_000.0 in {rope.theta for rope in gguf_folder({**facts, "keys": nested}).config.distinct_ropes}
 
 
 def test_a_token_of_gemma_3_without_an_embedding_row_is_left_out() -> None:
@@ -335,46 +309,17 @@ def test_a_token_of_gemma_3_without_an_embedding_row_is_left_out() -> None:
     extra = {**byte_tokenizer(97), "tokenizer.ggml.eos_token_ids": [5, 7, 97]}
     for name, value in (("tokens", "<image_soft_token>"), ("token_type", 3)):
         extra[f"tokenizer.ggml.{name}"] = [*extra[f"tokenizer.ggml.{name}"], value]
-    folder = _folder(facts, extra)
+    folder = gguf_folder(facts, extra)
     assert folder.config.vocab_size == 97 and len(folder.header.metadata.values["tokenizer.ggml.tokens"]) == 97
     assert {5, 7} <= set(folder.config.eos) and 97 not in folder.config.eos
     assert folder.tokenizer().encode("a", add_special=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "period", "sliding"),
-    [
-        ("gemma3-window7-tied", 3, [True, True, False] * 2 + [True]),
-        ("gpt_oss-window7-gqa4:2", 3, [True, True, False, True]),
-        ("cohere2-window7-tied", 0, [True] * 4),
-        ("laguna-heads-by-layer-window7", 2, [False, True, False]),
-    ],
-)
-def test_a_window_pattern_may_be_a_number(name: str, period: int, sliding: list[bool]) -> None:
-    """One layer in so many has no window: the last one, or the first in laguna."""
-    facts = FACTS[name]
-    key = f"{facts['keys']['general.architecture']}.attention.sliding_window_pattern"
-    config = _folder({**facts, "keys": {**facts["keys"], key: period}}).config
-    assert [window is not None for window in config.windows] == sliding
-
-
-def test_the_head_of_a_reranker_is_not_read() -> None:
-    facts = FACTS["qwen3-qk-norm-hd32"]
-    answers = {"cls.output.weight": [64, 2]}
-    folder = _folder({**facts, "tensors": {**facts["tensors"], **answers}})
-    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
-    untied = {name: shape for name, shape in facts["tensors"].items() if name != "output.weight"}
-    wide = {**untied, **answers, "token_embd.weight": [4096, 97]}
-    keys = {**facts["keys"], "qwen3.embedding_length": 4096}
-    with pytest.raises(ModelError, match=r"cls\.output\.weight is a head of two tokens"):
-        _folder({**facts, "keys": keys, "tensors": wide})
 
 
 def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     name = next(name for name, facts in FACTS.items() if facts["keys"]["general.architecture"] == "qwen3next")
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
     with pytest.raises(ModelError, match=r"blk\.0\.attn_gate\.weight"):
-        _folder({**FACTS[name], "tensors": tensors}).checked_manifest()
+        gguf_folder({**FACTS[name], "tensors": tensors}).checked_manifest()
 
 
 def test_changed_values_are_read_as_they_were_written() -> None:

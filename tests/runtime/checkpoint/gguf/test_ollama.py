@@ -1,46 +1,13 @@
 """Test that files of Ollama's converter are read as the files of llama.cpp's converter for the same model."""
 
-import json
 import re
-from array import array
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.gguf.folder import GgufFolder
-from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.gguf.ollama import as_llama_cpp
-from mycli.runtime.checkpoint.safetensors_header import TensorEntry
-from mycli.runtime.utils.json_fields import Fields
-from tests.support.gguf_files import byte_tokenizer
-
-FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.json").read_text())
-
-
-def _header(keys: dict[str, Any], tensors: dict[str, list[int]]) -> GgufHeader:
-    entries = {
-        name: TensorEntry(name, "F32", tuple(reversed(shape)), "a.gguf", 0, 4 * prod(shape))
-        for name, shape in tensors.items()
-    }
-    kinds = {int: "i", float: "f"}
-    values = {
-        key: array(kinds[type(value[0])], value) if isinstance(value, list) and type(value[0]) in kinds else value
-        for key, value in {**byte_tokenizer(97), **keys}.items()
-    }
-    arrays = {
-        key: TensorEntry(key, "F32", (len(value),), "a.gguf", 0, 4 * len(value))
-        for key, value in values.items()
-        if isinstance(value, array) and value.typecode == "f"
-    }
-    return GgufHeader(Fields(values, "a.gguf"), entries, arrays)
-
-
-def _folder(keys: dict[str, Any], tensors: dict[str, list[int]], factors: list[float]) -> GgufFolder:
-    return GgufFolder.from_header(_header(keys, tensors), lambda name: factors, Path("a.gguf"))
-
+from tests.support.gguf_facts import FACTS, gguf_folder, gguf_header
 
 # Recorded model: Ollama's architecture; its names of keys; patterns of tensors; keys that it has, or lacks (None).
 FILES: dict[str, tuple[str, dict[str, str], dict[str, str], dict[str, Any]]] = {
@@ -109,8 +76,8 @@ def test_models_of_ollama_are_read_as_those_of_llama_cpp(name: str) -> None:
         tensors[tensor] = shape
     if name.startswith(("qwen3_5", "qwen3_next")):  # one attention layer in four
         assert keys[f"{source}.block_count"] == 4
-    expected = _folder(facts["keys"], facts["tensors"], facts["factors"])
-    actual = _folder(keys, tensors, facts["factors"])
+    expected = gguf_folder(facts)
+    actual = gguf_folder({**facts, "keys": keys, "tensors": tensors})
     assert actual.config == replace(expected.config, build_layer=actual.config.build_layer)
     assert actual.config.layer_specs == expected.config.layer_specs
     shapes = [
@@ -125,14 +92,14 @@ def test_glm_4_7_flash_of_ollama_is_read() -> None:
     """Its sizes of heads and of the cache are in each other's keys."""
     facts = FACTS["deepseek_v3-groups-yarn"]
     keys = {key.replace("deepseek2.", "glm4moelite."): value for key, value in facts["keys"].items()}
-    expected = _folder(facts["keys"], facts["tensors"], []).config
+    expected = gguf_folder(facts).config
     latent = expected.layer_specs[0].latent
     assert latent is not None
     head, rank = latent.head_dim, latent.rank
     sizes = {"head_count_kv": 4, "key_length": head, "value_length": head, "key_length_mla": rank + latent.rope_dim}
     keys |= {f"glm4moelite.attention.{name}": value for name, value in {**sizes, "value_length_mla": rank}.items()}
     keys["general.architecture"] = "glm4moelite"
-    header = as_llama_cpp(_header(keys, facts["tensors"]))
+    header = as_llama_cpp(gguf_header(keys, facts["tensors"]))
     values = {name: header.metadata.values[f"deepseek2.attention.{name}"] for name in (*sizes, "value_length_mla")}
     cached = {"head_count_kv": 1, "key_length": rank + latent.rope_dim, "value_length": rank}
     assert values == {**cached, "key_length_mla": head, "value_length_mla": head}
@@ -142,7 +109,7 @@ def test_glm_4_7_flash_of_ollama_is_read() -> None:
 def test_gemma_4_of_ollama_names_another_tokenizer() -> None:
     keys = {"general.architecture": "gemma4", "tokenizer.ggml.model": "llama"}
     scales = {"blk.0.ffn_gate_inp.per_expert_scale": [8], "model.vision_tower.conv.weight": [8, 8]}
-    header = as_llama_cpp(_header(keys, scales))
+    header = as_llama_cpp(gguf_header(keys, scales))
     assert header.metadata.values["tokenizer.ggml.model"] == "gemma4"
     assert list(header.tensors) == ["blk.0.ffn_down_exps.scale"]
 
@@ -150,16 +117,16 @@ def test_gemma_4_of_ollama_names_another_tokenizer() -> None:
 def test_gemma_3n_of_ollama_gets_bytes() -> None:
     tokens = ["a", "<0x0A>", "<unused3>", "<end_of_turn>"]
     keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 1, 3, 3]}
-    header = as_llama_cpp(_header({**keys, "general.architecture": "gemma3n"}, {}))
+    header = as_llama_cpp(gguf_header({**keys, "general.architecture": "gemma3n"}, {}))
     assert header.metadata.values["tokenizer.ggml.model"] == "llama"
     assert list(header.metadata.values["tokenizer.ggml.token_type"]) == [1, 6, 1, 3]
 
 
 def test_experts_of_nemotron_omni_make_it_a_mixture() -> None:
     keys = {"general.architecture": "nemotron_h_omni", "nemotron_h_omni.expert_count": 8}
-    mixture = as_llama_cpp(_header(keys, {"blk.0.ffn_latent_in.weight": [8, 4]})).metadata.values
+    mixture = as_llama_cpp(gguf_header(keys, {"blk.0.ffn_latent_in.weight": [8, 4]})).metadata.values
     assert (mixture["general.architecture"], mixture["nemotron_h_moe.moe_latent_size"]) == ("nemotron_h_moe", 4)
-    dense = as_llama_cpp(_header({"general.architecture": "nemotron_h_omni"}, {})).metadata.values
+    dense = as_llama_cpp(gguf_header({"general.architecture": "nemotron_h_omni"}, {})).metadata.values
     assert dense["general.architecture"] == "nemotron_h"
 
 
@@ -170,6 +137,6 @@ def test_llama_3_without_a_pre_tokenizer_has_its_own(stored: str | None, rule: s
     tokens = [f"t{index}" for index in range(128256)]
     tokens[128006], tokens[128009] = "<|start_header_id|>", "<|eot_id|>"
     keys = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": stored}
-    assert as_llama_cpp(_header(keys, {})).metadata.values["tokenizer.ggml.pre"] == rule
+    assert as_llama_cpp(gguf_header(keys, {})).metadata.values["tokenizer.ggml.pre"] == rule
     keys["tokenizer.ggml.tokens"] = tokens[:1000]
-    assert as_llama_cpp(_header(keys, {})).metadata.values["tokenizer.ggml.pre"] == stored
+    assert as_llama_cpp(gguf_header(keys, {})).metadata.values["tokenizer.ggml.pre"] == stored

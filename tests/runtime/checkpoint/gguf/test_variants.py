@@ -1,0 +1,49 @@
+"""Test variants of recorded GGUF files that other programs write, or the converter for other models."""
+
+import pytest
+
+from mycli.runtime.errors import ModelError
+from tests.support.gguf_facts import FACTS, gguf_folder
+
+
+@pytest.mark.parametrize(
+    ("name", "period", "sliding"),
+    [
+        ("gemma3-window7-tied", 3, [True, True, False] * 2 + [True]),
+        ("gpt_oss-window7-gqa4:2", 3, [True, True, False, True]),
+        ("cohere2-window7-tied", 0, [True] * 4),
+        ("laguna-heads-by-layer-window7", 2, [False, True, False]),
+    ],
+)
+def test_a_window_pattern_may_be_a_number(name: str, period: int, sliding: list[bool]) -> None:
+    """One layer in so many has no window: the last one, or the first in laguna."""
+    facts = FACTS[name]
+    key = f"{facts['keys']['general.architecture']}.attention.sliding_window_pattern"
+    config = gguf_folder({**facts, "keys": {**facts["keys"], key: period}}).config
+    assert [window is not None for window in config.windows] == sliding
+
+
+def test_the_head_of_a_reranker_is_not_read() -> None:
+    facts = FACTS["qwen3-qk-norm-hd32"]
+    answers = {"cls.output.weight": [64, 2]}
+    folder = gguf_folder({**facts, "tensors": {**facts["tensors"], **answers}})
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+    untied = {name: shape for name, shape in facts["tensors"].items() if name != "output.weight"}
+    wide = {**untied, **answers, "token_embd.weight": [4096, 97]}
+    keys = {**facts["keys"], "qwen3.embedding_length": 4096}
+    with pytest.raises(ModelError, match=r"cls\.output\.weight is a head of two tokens"):
+        gguf_folder({**facts, "keys": keys, "tensors": wide})
+
+
+def test_mobile_llm_is_a_llama_4_without_experts() -> None:
+    """Its key of the window is 0: full attention and rotation in every layer, and queries that are not scaled."""
+    facts = FACTS["llama4-chunk16-4top1"]
+    changes = {"expert_count": 0, "expert_used_count": 0, "interleave_moe_layer_step": 0, "attention.sliding_window": 0}
+    keys = {**facts["keys"], **{f"llama4.{key}": value for key, value in changes.items()}}
+    dense = {f"blk.{layer}.ffn_{part}.weight": [64, 96] for layer in range(4) for part in ("gate", "up")}
+    dense |= {f"blk.{layer}.ffn_down.weight": [96, 64] for layer in range(4)}
+    tensors = {name: shape for name, shape in facts["tensors"].items() if "exp" not in name and "gate_inp" not in name}
+    folder = gguf_folder({**facts, "keys": keys, "tensors": {**tensors, **dense}})
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+    assert all(layer.attention.chunk is None for layer in folder.config.layer_specs)
+    assert [rope.dim for rope in folder.config.distinct_ropes] == [16]
