@@ -86,10 +86,10 @@ NAMED = (
 )
 # For a family without a case above, its last case; gpt_oss's experts are not quantized again.
 LAST = {model_type: case for case, (model_type, _) in CASES.items()}
-# transformers lacks kimi_k2, which is deepseek_v3 by another name.
+# transformers lacks kimi_k2 and mimo, which are deepseek_v3 and qwen2 by another name.
 KINDS = (
     *NAMED,
-    *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", "kimi_k2", *(CASES[case][0] for case in NAMED)})),
+    *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", "kimi_k2", "mimo", *(CASES[case][0] for case in NAMED)})),
 )
 # These run end to end by default, the others with -m slow: norms everywhere, one norm for two parts, a scale of scores
 # and multipliers, no gate. Unusual norms are tested with AWQ, which folds scales into them.

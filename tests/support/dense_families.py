@@ -30,6 +30,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    "mimo-hd24": ("mimo", {"head_dim": 24}),
     "olmo2-gqa4:2": ("olmo2", {**IDS}),
     "olmo2-mha-tied-biases": (
         "olmo2",

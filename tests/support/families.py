@@ -26,7 +26,7 @@ TOKENS = 40
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # Text model classes that transformers registers only among those for images.
 UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
 QUICK = tuple(

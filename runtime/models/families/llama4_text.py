@@ -1,4 +1,4 @@
-"""Llama 4 (Scout, Maverick), text model, and MobileLLM-R1: attention in chunks, layers without rotation, experts with weighted inputs."""
+"""Llama 4, text model, and MobileLLM-R1: attention in chunks, layers without rotation, experts with weighted inputs."""
 
 from dataclasses import dataclass, replace
 

@@ -65,8 +65,8 @@ def _request(name: str, folder: Path, variant: str) -> ExportRequest:
 
 # llama.cpp b11434 has no architecture for them.
 WITHOUT_ARCHITECTURE = {
-    *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "ministral"),
-    *("nanochat", "olmo_hybrid", "vaultgemma"),
+    *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "mimo"),
+    *("ministral", "nanochat", "olmo_hybrid", "vaultgemma"),
 }
 
 

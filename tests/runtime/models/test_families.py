@@ -326,3 +326,9 @@ def test_an_empty_rope_section_counts_as_absent(model_type: str, changes: dict[s
     absent, empty = parse(model_type, **changes), parse(model_type, **changes, rope_scaling={})
     assert empty.distinct_ropes == absent.distinct_ropes
     assert empty.rope_scaling == absent.rope_scaling
+
+
+def test_the_mtp_head_of_mimo_is_not_read() -> None:
+    config = parse("mimo", attention_bias=True)
+    assert config.qkv_bias and not config.output_bias
+    assert "model.mtp_layers.0.input_proj.weight".startswith(config.ignored_prefixes)
