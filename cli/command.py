@@ -126,14 +126,22 @@ def guarded(out: Output, action: Callable[[], ExitCode | None]) -> ExitCode:
         out.release()
 
 
+def _imports_torch() -> bool:
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
+
+
 def _on_signal(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process without cleaning up
-    raise Terminated
+    stop = KeyboardInterrupt if number == signal.SIGINT else Terminated
+    if _imports_torch():  # its C++ code turns an exception into SIGABRT, or ignores it, until it is imported
+        os._exit(_STOPS[stop])
+    if stop is Terminated:
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process without cleaning up
+    raise stop
 
 
 def _handle_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, `&` in a script SIGINT
             signal.signal(number, _on_signal)
 
 

@@ -117,6 +117,28 @@ def test_signals_let_a_command_clean_up(number: int, code: int, environment: dic
     assert (child.returncode, errors, file.exists()) == (code, "", False)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_the_program_is_imported_is_silent(
+    number: int, code: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "typer.py").write_text(f"import os; os.kill(os.getpid(), {number:d})")
+    environment = {**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
+    line = [sys.executable, "-m", "mycli.cli", "list"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, preexec_fn=default_signals)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_torch_is_imported_ends_the_command(
+    number: int, code: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """torch 2.13 ignores an exception in some of its C++ code and dies of SIGABRT in the rest."""
+    swallow = f"import os\ntry:\n    os.kill(os.getpid(), {number:d})\nexcept BaseException:\n    pass"
+    (tmp_path / "torch.py").write_text(swallow)
+    environment = {**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
+    assert probe("import torch", environment, preexec_fn=default_signals) == (code, "", "")
+
+
 def test_nohup_is_respected(environment: dict[str, str]) -> None:
     do = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); call.out.result('alive')"
     ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731  # what nohup does
