@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlencode, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.names import DATASETS, normalize_model_name, split_name
@@ -88,13 +89,15 @@ class Hub:
     def __init__(self, address: str, token: str | None, note: Callable[[str], None], policy: RetryPolicy) -> None:
         import httpx2
 
-        self.address = address
+        # In the form that the client gives to URLs of responses: a host in small letters, without the default port.
+        self._base = str(httpx2.URL(address)).rstrip("/")
+        self.address = re.sub(r"//[^/]*@", "//", self._base)  # shown in messages: without a password
         self.note = note
         self.policy = policy
-        self._host = urlsplit(address).hostname or ""
-        self._origin = urlsplit(address)[:2]
+        self._host = urlsplit(self._base).hostname or ""
+        self._origin = urlsplit(self._base)[:2]
         self._token = token
-        self._client = httpx2.Client(timeout=policy.timeout, follow_redirects=True)
+        self._client = _http_client(policy.timeout)
 
     @classmethod
     def connect(cls, note: Callable[[str], None]) -> "Hub":
@@ -115,7 +118,7 @@ class Hub:
         revision = revision or "main"
         if COMMIT.fullmatch(revision):
             return revision
-        url = f"{self.address}/api/{_api_path(repo)}/revision/{quote(revision, safe='')}"
+        url = f"{self._base}/api/{_api_path(repo)}/revision/{quote(revision, safe='')}"
         data, _ = self._get_json(url, repo, f"revision {revision}", MAX_INFO_BYTES)
         commit = parse_object(data, self._host, MAX_INFO_BYTES).text("sha")
         # It becomes a folder name in the cache.
@@ -125,7 +128,7 @@ class Hub:
 
     def tree(self, repo: str, commit: str) -> Fields:
         """Return the files of `commit` in the format of the cache's `trees/`; see `store.parse_tree`."""
-        url: str | None = f"{self.address}/api/{_api_path(repo)}/tree/{commit}?recursive=true"
+        url: str | None = f"{self._base}/api/{_api_path(repo)}/tree/{commit}?recursive=true"
         records: dict[str, Any] = {}
         for _ in range(MAX_PAGES):
             assert url is not None
@@ -138,7 +141,7 @@ class Hub:
         raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is not a model")
 
     def list_models(self, query: str) -> list[Fields]:
-        url = f"{self.address}/api/models?{query}"
+        url = f"{self._base}/api/models?{query}"
         data, _ = self._get_json(url, "the hub", "such page", MAX_INFO_BYTES)
         return self._parse_list(data, MAX_INFO_BYTES)
 
@@ -167,7 +170,7 @@ class Hub:
 
         Raises TransientError or a UserError, also for failures while the body is read.
         """
-        url = f"{self.address}/{repo}/resolve/{commit}/{quote(name)}"
+        url = f"{self._base}/{repo}/resolve/{commit}/{quote(name)}"
         ranged = start or last is not None
         headers = {"Range": f"bytes={start}-{'' if last is None else last}"} if ranged else {}
         with self._get(url, headers, repo, f"file {name}") as response:
@@ -217,8 +220,10 @@ class Hub:
         status, headers = response.status_code, response.headers
         if status in (200, 206, 416):
             return
-        if urlsplit(str(response.url))[:2] != self._origin or status in (408, 429) or status >= 500:
-            # Storage hosts refuse an expired link: a retry through the hub brings a fresh one.
+        # Storage hosts refuse an expired link: a retry through the hub brings a fresh one. They send no X-Error-Code,
+        # unlike a hub that redirects to its address with https or www.
+        storage = urlsplit(str(response.url))[:2] != self._origin and "X-Error-Code" not in headers
+        if storage or status in (408, 429) or status >= 500:
             busy = ": too many requests" if status == 429 else ""
             raise TransientError(f"{response.url.host} answers {status}{busy}", _retry_after(headers))
         raise self._refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), repo, subject)
@@ -249,12 +254,32 @@ class Hub:
         return NotFoundError(f"{repo}: {self.address} {answer}{f': {reason}' if reason else ''}", hint)
 
 
+def _http_client(timeout: float) -> "httpx2.Client":
+    import httpx2
+
+    try:
+        return httpx2.Client(timeout=timeout, follow_redirects=True)
+    except ImportError:  # ALL_PROXY=socks5://...
+        hint = "pip install socksio, or set HTTPS_PROXY to an HTTP proxy"
+        raise UsageError("a SOCKS proxy is set in the environment and needs the package socksio", hint) from None
+    except (ValueError, httpx2.InvalidURL) as error:
+        message = f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: {error}"
+        raise UsageError(message, "set it to a URL such as http://proxy.example.com:3128") from None
+    except OSError as error:
+        message = f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE', '')}: {error.strerror or error}"
+        raise UsageError(message, "set it to a file of certificates in PEM format") from None
+
+
 def _endpoint() -> str:
-    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"HF_ENDPOINT={address}: not a URL", "set it to a URL such as https://huggingface.co")
-    return address
+    import httpx2
+
+    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").strip()
+    with suppress(httpx2.InvalidURL, UnicodeError):
+        url = httpx2.URL(address)
+        url.raw_host.decode("ascii").encode("idna")  # as the look-up of the name does; fails for an empty label
+        if url.scheme in ("http", "https") and url.host and (url.port or 0) < 1 << 16:
+            return address
+    raise UsageError(f"HF_ENDPOINT={address}: not a URL", "set it to a URL such as https://huggingface.co")
 
 
 def _is_private_channel(address: str) -> bool:
@@ -311,8 +336,11 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 def _transport_error(error: "httpx2.HTTPError", host: str) -> Exception:
     import httpx2
 
+    via = ""
     with suppress(RuntimeError):  # raised by errors without a request
         host = error.request.url.host
+        if getproxies().keys() & {error.request.url.scheme, "all"} and not proxy_bypass(host):
+            via = " through the proxy"
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
         causes.append(cause)
@@ -325,11 +353,12 @@ def _transport_error(error: "httpx2.HTTPError", host: str) -> Exception:
     if isinstance(error, httpx2.TooManyRedirects | httpx2.UnsupportedProtocol | httpx2.DecodingError):
         return NotFoundError(f"{host}: {error}", "check HF_ENDPOINT")
     if any(isinstance(cause, socket.gaierror) for cause in causes):
-        return TransientError(f"the address of {host} cannot be found: no network, or no name service")
+        subject = f"the proxy to {host}" if via else host
+        return TransientError(f"the address of {subject} cannot be found: no network, or no name service")
     if isinstance(error, httpx2.TimeoutException):
         return TransientError(f"{host} does not answer")
     if isinstance(error, httpx2.ConnectError):
-        return TransientError(f"no connection to {host}")
+        return TransientError(f"no connection to {host}{via}")
     return TransientError(f"the connection to {host} was lost")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mycli.cli.remedies import remedy
-from mycli.runtime.errors import ExitCode, ModelError, UserError
-from mycli.runtime.hub.client import Hub
+from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
+from mycli.runtime.hub.client import Hub, RetryPolicy
 from tests.support.hub_server import Fault, HubServer
 from tests.support.pulling import FILES, REPO, WANTED, Notes, contents, failing, fetch
 
@@ -122,3 +122,52 @@ def test_a_token_is_not_sent_unencrypted(address: str, sent: bool, monkeypatch: 
     with Hub.connect(notes.append) as hub:
         assert hub._token == ("hf_secret" if sent else None)
     assert notes == ([] if sent else [f"{address} is not encrypted, so no token is sent to it"])
+
+
+@pytest.mark.parametrize("spelled", ["{}", "HTTP://LocalHost:{}", " http://user:secret@localhost:{}/ "])
+def test_the_address_is_any_spelling_of_a_url(spelled: str, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host in capitals is the hub, not a storage host whose refusals are tried again."""
+    port = server.address().rpartition(":")[2]
+    monkeypatch.setenv("HF_ENDPOINT", server.address() if spelled == "{}" else spelled.format(port))
+    notes: list[str] = []
+    with Hub.connect(notes.append) as hub, pytest.raises(NotFoundError, match="org/x: no such model on http") as error:
+        hub.commit("org/x", None)
+    assert notes == [] and "secret" not in str(error.value)
+
+
+def test_a_hub_may_redirect_to_its_other_address(server: HubServer) -> None:
+    """http to https, for example: the refusal there is final."""
+    server.add(REPO, FILES)
+    to = {"Location": f"{server.address('storage')}/moved"}
+    server.fail("/revision/", Fault(status=301, headers=to), times=9)
+    server.fail("/moved", coded(404, "RepoNotFound"), times=9)
+    assert "no such model" in failing(server).message and len(server.requests("/moved")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("HF_ENDPOINT", "http://[::1", "HF_ENDPOINT=http://[::1: not a URL"),
+        ("HF_ENDPOINT", "http://127.0.0.1:99999", "HF_ENDPOINT=http://127.0.0.1:99999: not a URL"),
+        ("HF_ENDPOINT", "https://ü..b", "HF_ENDPOINT=https://ü..b: not a URL"),
+        ("HF_ENDPOINT", "https://a..b", "HF_ENDPOINT=https://a..b: not a URL"),
+        ("ALL_PROXY", "socks5h://127.0.0.1:1080", "a SOCKS proxy .* needs the package socksio"),
+        ("HTTPS_PROXY", "socks://127.0.0.1:1080", "HTTPS_PROXY or ALL_PROXY: Unknown scheme"),
+        ("HTTPS_PROXY", "http://127.0.0.1:abc", "HTTPS_PROXY or ALL_PROXY: Invalid port"),
+        ("SSL_CERT_FILE", "/none.pem", "SSL_CERT_FILE=/none.pem: No such file"),
+        ("SSL_CERT_FILE", "/dev/null", "SSL_CERT_FILE=/dev/null: "),
+    ],
+)
+def test_variables_of_the_network_are_named(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=message.replace("[", r"\[")), Hub.connect(print):
+        pass
+
+
+def test_a_proxy_without_an_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    problem = pytest.raises(NotFoundError, match="no connection to hub.example.org through the proxy")
+    with Hub("https://hub.example.org", None, print, RetryPolicy(request_attempts=1)) as hub, problem:
+        hub.commit("org/x", None)
