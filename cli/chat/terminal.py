@@ -1,5 +1,6 @@
 """Reads the messages of a chat from a terminal or a pipe: line editing, pasted text, Ctrl-C and Ctrl-D."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from mycli.cli.chat.slash_commands import FENCE, SlashCommands
@@ -25,18 +26,28 @@ def read_message(call: Call) -> str:
 
 
 def edit_lines(history: Path, plain: bool) -> None:
-    """Turn on line editing with a private history file; unless `plain`, pasted text arrives as one message."""
+    """Turn on line editing with a private history file; unless `plain`, pasted text arrives as one message.
+
+    Raises OSError if the history file cannot be used; lines can be edited all the same.
+    """
     import atexit
     import readline
 
+    readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
+    readline.set_history_length(HISTORY_LINES)
+    readline.set_auto_history(False)  # `_remember` adds lines
     history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     history.touch(mode=0o600)
     history.chmod(0o600)
-    readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
     readline.read_history_file(history)
-    readline.set_history_length(HISTORY_LINES)
-    readline.set_auto_history(False)  # `_remember` adds lines
-    atexit.register(readline.write_history_file, history)
+    before = readline.get_current_history_length()
+
+    def write() -> None:
+        # Appended: another chat may have written its lines meanwhile.
+        with suppress(OSError):
+            readline.append_history_file(readline.get_current_history_length() - before, history)
+
+    atexit.register(write)
 
 
 def complete_commands(commands: SlashCommands) -> None:

@@ -74,7 +74,10 @@ def chat(
         raise UsageError(f"{model} has no chat template", f"continue a text: mycli run {model} PROMPT")
     params = sampling.resolve(loaded.model.defaults)
     if call.out.interactive:
-        edit_lines(state_dir() / "chat_history", plain=call.out.plain)
+        try:
+            edit_lines(state_dir() / "chat_history", plain=call.out.plain)
+        except OSError as error:
+            call.out.warn(f"{state_dir() / 'chat_history'}: {error.strerror}: the history of this chat is not kept")
         call.out.note(f"{loaded.source.name} · {loaded.placement.device} · /? for help")
     if conversation.turns:
         call.out.note(f"({len(conversation.turns)} messages from {session})")

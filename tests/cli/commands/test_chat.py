@@ -91,6 +91,26 @@ def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None
     assert "What is the capital of France?" in history.read_text()
 
 
+def test_two_chats_at_once_keep_the_lines_of_both(terminal: Terminal, environment: dict[str, str]) -> None:
+    chats = [terminal(), terminal()]
+    for number, chat in enumerate(chats):
+        say(chat, f"/set seed {number}")
+    for chat in chats:
+        chat.sendeof()
+        assert leave(chat) == 0
+    history = Path(environment["XDG_STATE_HOME"]) / "mycli" / "chat_history"
+    assert history.read_text().splitlines() == ["/set seed 0", "/set seed 1"]
+
+
+def test_a_chat_without_a_history_file(terminal: Terminal, environment: dict[str, str]) -> None:
+    history = Path(environment["XDG_STATE_HOME"]) / "mycli" / "chat_history"
+    history.mkdir(parents=True)
+    chat = terminal(log=(screen := io.StringIO()))
+    assert "Paris" in say(chat, "What is the capital of France?")
+    chat.sendeof()
+    assert leave(chat) == 0 and "of this chat is not kept" in " ".join(screen.getvalue().split())
+
+
 def test_the_prompt_comes_back_after_ctrl_z(environment: dict[str, str]) -> None:
     """Suspend and resume restores the prompt and the typed text under job control, before and after a reply."""
     environment.pop("COLUMNS")
