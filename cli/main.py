@@ -15,7 +15,7 @@ import typer
 from mycli.cli.command import guarded, print_version
 from mycli.cli.flags import options
 from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
-from mycli.cli.output import Output
+from mycli.cli.output import Output, writing_stdout
 from mycli.cli.text.input import prepare_streams
 from mycli.runtime.errors import ExitCode
 
@@ -159,13 +159,13 @@ def reorder(arguments: Sequence[str]) -> list[str]:
     """Move global options behind the command: `mycli --json run pico` becomes `mycli run --json pico`."""
     leading: list[str] = []
     rest = list(arguments)
-    while rest and rest[0].partition("=")[0] in GLOBAL:
+    while rest and (rest[0].partition("=")[0] in GLOBAL or re.fullmatch("-[qv]+", rest[0])):
         leading.append(rest.pop(0))
         if leading[-1] in ("--device", "--threads") and rest:
             leading.append(rest.pop(0))
     name = _command_name(rest)
-    if name is None:
-        return list(arguments)
+    if name is None:  # the parser knows these options only behind a command, and would call them unknown
+        return rest
     words = name.count(" ") + 1
     return [*rest[:words], *leading, *rest[words:]]
 
@@ -228,7 +228,8 @@ def _run(arguments: list[str]) -> ExitCode:
         arguments, defaults = _defaults(name, arguments)
     parser = program(name)
     try:
-        result = parser.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
+        with writing_stdout():  # of a help page; a command handles its own errors
+            result = parser.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
     except typer.TyperException as error:
         from mycli.cli.mistakes import explain_mistake  # tables that only a mistake needs
 

@@ -43,13 +43,16 @@ class Column:
 
 
 @contextmanager
-def _writing_stdout() -> Iterator[None]:
-    # An OSError of stdout has no file name. A closed pipe stays a BrokenPipeError, which ends with its own exit code.
+def writing_stdout() -> Iterator[None]:
+    """Raise ResourceError for an OSError of stdout, which has no file name; leave BrokenPipeError as it is."""
+    # A closed pipe ends with its own exit code.
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
+        if error.filename is not None:
+            raise
         reason = "it is closed" if error.errno == errno.EBADF else error.strerror
         raise ResourceError(f"standard output: {reason}", "write it to another place") from error
 
@@ -105,7 +108,7 @@ class Output:
 
     def result(self, text: str) -> None:
         """Print text of the result; with --json it goes to stderr."""
-        with _writing_stdout():
+        with writing_stdout():
             self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
 
     @contextmanager
@@ -132,7 +135,7 @@ class Output:
         shown = text if raw or not self._text.isatty() else sanitize(text)
         if self._wrap is not None and not raw:
             shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")
-        with _writing_stdout():
+        with writing_stdout():
             self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
             self._text.flush()
 
@@ -171,7 +174,7 @@ class Output:
     def json_record(self, value: Record) -> None:
         """Write one line of JSON with `schema_version` now."""
         line = json_line(value, self._stdout.encoding or "utf-8")
-        with _writing_stdout():
+        with writing_stdout():
             self._stdout.write(line + "\n")
             self._stdout.flush()
 
@@ -314,7 +317,7 @@ class Output:
     def flush(self) -> None:
         """Write everything. Raises BrokenPipeError if the reader is gone, ResourceError if the disk is full."""
         self._write_answer()
-        with _writing_stdout():
+        with writing_stdout():
             self._stdout.flush()
 
     def release(self) -> None:

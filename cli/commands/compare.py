@@ -203,10 +203,10 @@ def compare(
         "changed_calls": result.changed_calls,
         "verdict": comparison_verdict(result),
     }
-    if plot is not None:
-        _plot(plot, sources[0].name, sources[1].name, result)
     _show(call, sources[0].name, sources[1].name, result, answer)
     call.out.detail(f"measured on {pluralize(len(conversations), 'prompt')}, {streamed[0].placement.dtype_name}")
+    if plot is not None:  # after the result, which a full disk must not take away
+        _plot(plot, sources[0].name, sources[1].name, result)
     _check(result, max_kl, max_changed)
 
 

@@ -197,18 +197,30 @@ def test_no_character_is_too_strange(encoding: str, environment: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    "words", [["--json"], ["-q"], ["--device", "cpu"], ["--device=cpu"], ["-v", "--debug"]], ids=str
+    "words", [["--json"], ["-q"], ["-qv"], ["--device", "cpu"], ["--device=cpu"], ["-v", "--debug"]], ids=str
 )
 def test_global_options_stand_before_the_command_too(words: list[str]) -> None:
     assert reorder([*words, "run", "pico"]) == ["run", *words, "pico"]
     assert reorder(["run", *words, "pico"]) == ["run", *words, "pico"]
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--help"], ["--json"], ["--device"], ["--json", "nonsense"], ["--", "run"]], ids=str
-)
+@pytest.mark.parametrize("words", [[], ["--help"], ["nonsense"], ["--", "run"]], ids=str)
 def test_what_is_no_command_stays_as_it_is(words: list[str]) -> None:
     assert reorder(words) == words
+
+
+@pytest.mark.parametrize("words", [["--json"], ["-q"], ["--device", "cpu"], ["--threads=2"]], ids=str)
+def test_a_misspelled_command_is_named_behind_global_options(words: list[str], mycli: Mycli) -> None:
+    done = mycli(*words, "quantise", "pico")
+    assert done.returncode == 2 and "no such command 'quantise'" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("line", ["--help", "run --help", "--version"])
+@pytest.mark.parametrize("stdout", ["&-", "/dev/full"])
+def test_a_help_page_that_went_nowhere(line: str, stdout: str, environment: dict[str, str]) -> None:
+    shell = f'"{sys.executable}" -m mycli.cli {line} >{stdout}'
+    done = subprocess.run(shell, shell=True, env=environment, capture_output=True, text=True)
+    assert done.returncode == 5 and done.stderr.startswith("error: standard output: ")
 
 
 @pytest.mark.parametrize("option", GLOBAL)

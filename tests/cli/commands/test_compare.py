@@ -5,12 +5,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from mycli.cli.commands.compare import _check, _difference, _read_prompts, comparison_verdict
 from mycli.quant.comparison import Comparison, Interval, PromptComparison
-from mycli.runtime.errors import GateError, UsageError
+from mycli.runtime.errors import GateError, ResourceError, UsageError
 from tests.support.command_line import Mycli
 
 CPU = ("--device", "cpu")
@@ -36,6 +37,10 @@ def test_a_draft_is_another_model_and_a_copy_is_the_same(mycli: Mycli, tmp_path:
     for part in ("first difference", " none |", "of 3 differ", "times as fast", "verdict  ", "weights and cache"):
         assert part in shown.stdout, part
     assert mycli(*compare, "-n", "2", "--max-kl", "1e-6").returncode == 6
+    full = ResourceError("cannot write plot.svg: No space left on device")
+    with mock.patch("mycli.cli.commands.compare.write_charts", side_effect=full):
+        done = mycli(*compare, "-n", "2", "--plot", str(tmp_path / "full.svg"))
+    assert done.returncode == 5 and "times as fast" in done.stdout, "the result is printed before the plot is written"
     again = ("compare", "pico", "pico", *compare[3:5], "-n", "4", "--json", "--max-kl", "1e-6", *CPU)
     same = json.loads(mycli(*again).stdout)
     assert (same["changed_replies"], same["verdict"]) == (0, "no difference that matters")
