@@ -43,6 +43,7 @@ class Agent:
     install: str
 
 
+_STOPS = {signal.SIGTERM, signal.SIGHUP}
 AGENTS: Mapping[str, Agent] = {
     "codex": Agent("codex", "npm install -g @openai/codex"),
     "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code"),
@@ -114,16 +115,24 @@ def launch(
         call.out.note(f"{agent} on {served} at {url}")
         # Ctrl-C reaches both processes of the terminal, but agents use it to cancel a reply: only the agent handles it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # until `child` can be ended
         try:
-            child = subprocess.Popen(line, env={**os.environ, **setup.environment}, preexec_fn=_default_interrupt)
-            code = child.wait()
+            child = subprocess.Popen(line, env={**os.environ, **setup.environment}, preexec_fn=_default_signals)
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+                code = child.wait()
+            except BaseException:  # SIGTERM, which only this process has received: no agent outlives its server
+                child.terminate()
+                raise
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             signal.signal(signal.SIGINT, before)
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def _default_interrupt() -> None:
+def _default_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.commands.launch import AGENTS, agent_setup
+from mycli.runtime.server.http.run_file import RunningServer, announced
 from tests.cli.commands.test_serve import process
 from tests.support.command_line import Mycli
 
@@ -76,3 +78,18 @@ def test_an_agent_that_a_signal_ended_has_the_exit_code_of_a_shell(
     for script, code in (("kill -9 $$", 137), ("exit 0", 0), ("exit 3", 3)):
         program.write_text(f"#!/bin/sh\n{script}\n")
         assert mycli("launch", "aider", env=programs).returncode == code
+
+
+def test_sigterm_ends_the_agent_too(environment: dict[str, str], programs: dict[str, str]) -> None:
+    program = Path(programs["PATH"].partition(":")[0]) / "aider"
+    loop = "for _ in $(seq 200); do sleep 0.1; done"
+    program.write_text(f"#!/bin/sh\ntrap 'echo ended; exit' TERM\necho begun\n{loop}\n")
+    folder = Path(environment["XDG_STATE_HOME"]) / "mycli" / "servers"
+    server = RunningServer(os.getpid(), "http://127.0.0.1:9", "pico", ("pico",), 64, 0, "1")  # this process lives
+    with announced(folder, server):
+        line = [sys.executable, "-m", "mycli.cli", "launch", "aider"]
+        child = subprocess.Popen(line, env={**environment, **programs}, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"begun\n"
+        child.terminate()
+        assert child.wait(60) == 143 and child.stdout.read() == b"ended\n"
