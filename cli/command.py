@@ -24,6 +24,7 @@ from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
 from mycli.runtime.hub.names import GGUF, is_hub_name, is_path, normalize_model_name
 from mycli.runtime.hub.store import RECORD, data_dir
 from mycli.runtime.utils import version
+from mycli.runtime.utils.files import expand_user
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ def subject_of(model: str) -> Subject:
     is_name = not is_path(model) and "/" not in model and not Path(model).is_dir()
     folder = data_dir() / "models" / model if is_name else Path(model)
     try:
-        recorded = (folder.expanduser() / RECORD).is_file()
-    except (OSError, RuntimeError, ValueError):  # no valid path, or the home of an unknown user
+        recorded = (expand_user(folder) / RECORD).is_file()
+    except (OSError, ValueError):  # no valid path
         recorded = False
     fetched = is_hub_name(model) and not Path(model).exists()
     return Subject(model, fetched, recorded, single_file=not fetched and model.endswith(GGUF))

@@ -10,7 +10,7 @@ from typing import Any
 
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.tokenizer.chat_template import Message
-from mycli.runtime.utils.files import write_atomic
+from mycli.runtime.utils.files import expand_user, write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 HISTORY_VERSION = 1
@@ -112,7 +112,7 @@ class SessionFile:
     def _state(self) -> tuple[int, int, int] | None:
         # Differs after each write; None without a file.
         try:
-            stat = os.stat(self.path.expanduser())
+            stat = os.stat(expand_user(self.path))
         except OSError:
             return None
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -156,7 +156,7 @@ def _check_text(values: Fields, place: str, text: object) -> None:
 
 def require_conversation(path: Path) -> None:
     """Raise UsageError unless `path`, or its link target, can be created, is empty or holds a conversation."""
-    target = Path(os.path.realpath(path.expanduser()))
+    target = Path(os.path.realpath(expand_user(path)))
     if target.is_file():
         try:
             if target.stat().st_size:
@@ -173,6 +173,6 @@ def require_conversation(path: Path) -> None:
 def write_private(path: Path, text: str) -> None:
     """Write `text` to `path`, or to its link target, atomically and with mode 0600."""
     try:
-        write_atomic(Path(os.path.realpath(path.expanduser())), text.encode(), private=True)
+        write_atomic(Path(os.path.realpath(expand_user(path))), text.encode(), private=True)
     except OSError as error:
         raise ResourceError(f"{path}: {error.strerror}", "name a writable file") from None

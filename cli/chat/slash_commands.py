@@ -14,6 +14,7 @@ from pathlib import Path
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.text.input import read_document
 from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.units import pluralize
 
 FENCE = '"""'
@@ -234,7 +235,7 @@ class SlashCommands:
     def _path(command: str, argument: str) -> Path:
         if not argument:
             raise UsageError(f"{command} needs a file", f"{command} FILE")
-        return Path(argument).expanduser()
+        return expand_user(argument)
 
 
 def complete_path(beginning: str) -> list[str]:
@@ -242,7 +243,7 @@ def complete_path(beginning: str) -> list[str]:
     folder, _, prefix = beginning.rpartition("/")
     shown = f"{folder}/" if "/" in beginning else ""
     try:
-        entries = sorted(os.scandir(Path(shown or ".").expanduser()), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(expand_user(shown or ".")), key=lambda entry: entry.name)
     except OSError:
         return []
     return [

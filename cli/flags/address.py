@@ -13,7 +13,7 @@ from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.keys import ApiKey, parse_keys
 from mycli.runtime.server.http.request_log import LogFormat
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
-from mycli.runtime.utils.files import read_input
+from mycli.runtime.utils.files import expand_user, read_input
 
 if TYPE_CHECKING:
     from socket import socket
@@ -116,7 +116,7 @@ class AddressFlags:
         from mycli.runtime.server.http.connection import listen, listen_unix
 
         if self.unix_socket is not None:
-            path = self.unix_socket.expanduser().absolute()
+            path = expand_user(self.unix_socket).absolute()
             return listen_unix(path, self.socket_group), f"unix:{path}"
         listener = listen(self.host, self.port)
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -126,7 +126,7 @@ class AddressFlags:
         """Close what `listen` returned."""
         listener.close()
         if self.unix_socket is not None:
-            self.unix_socket.expanduser().unlink(missing_ok=True)
+            expand_user(self.unix_socket).unlink(missing_ok=True)
 
     def _keys(self, call: Call, path: Path) -> tuple[ApiKey, ...]:
         text = read_input(path, MAX_KEYS_BYTES).decode("utf-8", "replace")

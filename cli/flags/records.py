@@ -18,6 +18,7 @@ from mycli.runtime.tokenizer.chat_template import (
     effort_arguments,
 )
 from mycli.runtime.utils.dtypes import FLOATS, PromptCopy
+from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.json_fields import strict_json
 
 _DEFAULT = "the model's"
@@ -109,7 +110,7 @@ class PrefixCacheFlags:
             if self.size is not None:
                 raise UsageError("--prefix-cache-size needs --prefix-cache-dir", "add --prefix-cache-dir DIR")
             return engine
-        folder = self.folder.expanduser().absolute()
+        folder = expand_user(self.folder).absolute()
         return replace(engine, prefix_folder=folder, prefix_bytes=self.size or engine.prefix_bytes)
 
 

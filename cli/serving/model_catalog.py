@@ -28,6 +28,7 @@ from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.open import check_context, mtp_head
 from mycli.runtime.server.ollama.card import ModelCard, model_card
 from mycli.runtime.server.router.model import ROUTER_BYTES, SERVER_BYTES, RoutedModel
+from mycli.runtime.utils.files import expand_user
 
 _OWN_KEYS = (MODEL, "pin", "idle")
 _FREE_SHARE = 0.9  # share of free memory for models; the rest is for the page cache of weights and other programs
@@ -54,7 +55,7 @@ def requested_models(models: Sequence[str], several: SeveralModelsFlags) -> list
         for name in models
     ]
     if several.models_dir is not None:
-        listed = list(_models_in(several.models_dir.expanduser().absolute()))
+        listed = list(_models_in(expand_user(several.models_dir).absolute()))
         if not listed:
             raise UsageError(
                 f"{several.models_dir} contains no models", "name a folder of model folders or .gguf files"

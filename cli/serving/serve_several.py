@@ -24,6 +24,7 @@ from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
 from mycli.runtime.server.router.process import ModelProcess, child_environment
 from mycli.runtime.utils import version
+from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 
@@ -74,7 +75,7 @@ def serve_several(
     finally:
         address.close(listener)
         if address.unix_socket is not None:
-            address.unix_socket.expanduser().unlink(missing_ok=True)
+            expand_user(address.unix_socket).unlink(missing_ok=True)
 
 
 def _manager(catalog: Catalog, rooms: dict[str, int], environment: Mapping[str, str]) -> ModelManager:

@@ -15,6 +15,7 @@ from typing import Literal
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import GGUF, choose_quant, ollama_name
 from mycli.runtime.hub.store import file_bytes, gguf_files, list_folder
+from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.json_fields import read_object
 
 Program = Literal["ollama", "lm-studio"]
@@ -77,7 +78,7 @@ def stored_models() -> Iterator[StoredModel]:
 def _ollama_roots() -> list[Path]:
     configured = os.environ.get("OLLAMA_MODELS")
     # The last one is where Ollama's service for Linux keeps models.
-    roots = [Path(configured).expanduser()] if configured else [Path.home() / ".ollama/models"]
+    roots = [expand_user(configured)] if configured else [Path.home() / ".ollama/models"]
     return [*roots, Path("/usr/share/ollama/.ollama/models")]
 
 

@@ -28,6 +28,7 @@ from mycli.runtime.hub.names import (
     suggest_models,
 )
 from mycli.runtime.hub.store import BUILT_IN
+from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.json_fields import read_object
 
 if TYPE_CHECKING:  # see `_find_stored`
@@ -69,7 +70,7 @@ def resolve(model: str, *, offline: bool = False) -> Source:
 def resolve_adapter(name: str, *, offline: bool = False) -> Source:
     """Return the source of a LoRA adapter: a folder, or `org/repo[@revision]`. Raises as `resolve` does."""
     hint = f"an adapter is a folder in PEFT's layout, with {ADAPTER_CONFIG}"
-    if is_path(name) and (file := Path(name).expanduser()).exists() and not file.is_dir():
+    if is_path(name) and (file := expand_user(name)).exists() and not file.is_dir():
         raise ModelError(f"{name}: a file, but an adapter is a folder", f"give its folder: {file.parent}")
     try:
         source = _find(name, offline)
@@ -150,10 +151,7 @@ def _meanings(model: str) -> dict[str, Source | None]:
 
 
 def _resolve_path(model: str) -> Source:
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # ~name of an unknown user
-        folder = Path(model)
+    folder = expand_user(model)
     if folder.is_file() and folder.suffix == GGUF:
         return Source(model, folder)
     if folder.is_file():

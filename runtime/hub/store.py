@@ -17,6 +17,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, index_cou
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import DATASETS, GGUF, REPO, safe_name
+from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 MAX_INDEX_BYTES = 32 << 20
@@ -62,7 +63,7 @@ def _directory(variable: str, default: str) -> Path:
 def data_dir() -> Path:
     """Return the folder of quantized models (in `models/NAME`): $MYCLI_HOME, else `mycli` under $XDG_DATA_HOME."""
     configured = os.environ.get("MYCLI_HOME")
-    return Path(configured).expanduser() if configured else _directory("XDG_DATA_HOME", ".local/share") / "mycli"
+    return expand_user(configured) if configured else _directory("XDG_DATA_HOME", ".local/share") / "mycli"
 
 
 def state_dir() -> Path:
@@ -75,7 +76,7 @@ def hub_cache() -> Path:
     if not configured:
         base = os.environ.get("HF_HOME") or _directory("XDG_CACHE_HOME", ".cache") / "huggingface"
         configured = os.path.join(base, "hub")
-    return Path(os.path.expandvars(configured)).expanduser()
+    return expand_user(os.path.expandvars(configured))
 
 
 def repo_folder(repo: str) -> Path:

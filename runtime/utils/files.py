@@ -22,6 +22,11 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _FREE_SPACE = "free some space, or choose a folder on another disk"
 
 
+def expand_user(path: str | Path) -> Path:
+    """Return `path` with its leading ~ or ~user replaced; of an unknown user it stays, as in a shell."""
+    return Path(os.path.expanduser(path))
+
+
 @contextmanager
 def open_input(path: Path, *, pipes: bool = False) -> Iterator[BinaryIO]:
     """Open a regular file, or with `pipes` a pipe, for reading. Raises NotFoundError or UsageError."""

@@ -191,6 +191,8 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         f"/read {tmp_path}": "a folder",
         f"/read {tmp_path}/none": "no such file",
         f"/load {notes}": "not JSON",
+        "/read ~no-such-user/x": "no such file",
+        "/save ~no-such-user/x": "is not a folder",
         f"/save {tmp_path}/none/x": "is not a folder",
         f"/save {notes}": "not a conversation",
         "/set": "repetition_penalty",  # without a name it lists the names

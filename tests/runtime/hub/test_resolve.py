@@ -291,6 +291,7 @@ def test_a_damaged_branch_points_nowhere(text: str) -> None:
         {"HUGGINGFACE_HUB_CACHE": "/x/old"},
         {"XDG_CACHE_HOME": "/x/xdg"},
         {"HF_HUB_CACHE": "~/c"},
+        {"HF_HUB_CACHE": "~no-such-user/c"},
         {"HF_HOME": "$HOME/h"},
     ],
 )
