@@ -1,5 +1,6 @@
 """The start of `mycli` and of `python -m mycli.cli`."""
 
+import os
 import signal
 
 
@@ -9,20 +10,19 @@ def end_on_signals() -> None:
     Importing the command takes 0.2 s, on a slow disk seconds, and KeyboardInterrupt would print a traceback. The
     default action would be ignored by process 1 of a container.
     """
-    import os
-
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}  # ExitCode is not imported yet
     for number, code in codes.items():
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, `&` in a script SIGINT
             signal.signal(number, lambda *_, code=code: os._exit(code))
 
 
-def main() -> None:
+def start_program() -> None:
+    """Run the command line; the entry point of the `mycli` script."""
     end_on_signals()
-    from mycli.cli.main import main as run
+    from mycli.cli.main import main
 
-    run()
+    main()
 
 
 if __name__ == "__main__":
-    main()
+    start_program()

@@ -104,11 +104,11 @@ def finished_blocks(work_folder: Path) -> str:
 
 
 def finish(call: Call, request: QuantizationRequest, outcome: "Outcome") -> None:
-    """Draw and print a result, then raise GateError if it exceeds a limit."""
+    """Print and draw a result, then raise GateError if it exceeds a limit."""
     errors = [layer_error(layer) for layer in outcome.layers]
-    if request.plot is not None:
-        write_errors(request.plot, outcome.folder.name, errors)
     show_outcome(call, outcome, errors)
+    if request.plot is not None:  # after the result, which a full disk must not take away
+        write_errors(request.plot, outcome.folder.name, errors)
     request.gates.check(outcome)
 
 

@@ -199,7 +199,7 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     assert "mycli/__init__.py" not in held, "mycli is a namespace"
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in held)
     (points,) = (file for file in held if file.endswith("entry_points.txt"))
-    assert "mycli = mycli.cli.__main__:main" in zipfile.ZipFile(wheel).read(points).decode()
+    assert "mycli = mycli.cli.__main__:start_program" in zipfile.ZipFile(wheel).read(points).decode()
 
 
 def test_nothing_forks() -> None:
