@@ -122,7 +122,7 @@ def test_a_signal_while_the_program_is_imported_is_silent(
     number: int, code: int, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "typer.py").write_text(f"import os; os.kill(os.getpid(), {number:d})")
-    environment = {**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
+    environment = {**environment, "PYTHONPATH": f"{tmp_path}:{environment.get('PYTHONPATH', tmp_path)}"}
     line = [sys.executable, "-m", "mycli.cli", "list"]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, preexec_fn=default_signals)
     assert (done.returncode, done.stderr) == (code, "")
@@ -135,7 +135,7 @@ def test_a_signal_while_torch_is_imported_ends_the_command(
     """torch 2.13 ignores an exception in some of its C++ code and dies of SIGABRT in the rest."""
     swallow = f"import os\ntry:\n    os.kill(os.getpid(), {number:d})\nexcept BaseException:\n    pass"
     (tmp_path / "torch.py").write_text(swallow)
-    environment = {**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
+    environment = {**environment, "PYTHONPATH": f"{tmp_path}:{environment.get('PYTHONPATH', tmp_path)}"}
     assert probe("import torch", environment, preexec_fn=default_signals) == (code, "", "")
 
 

@@ -158,7 +158,7 @@ def test_the_end_of_the_server_ends_its_models(environment: dict[str, str], mycl
     (config / "config.toml").write_text(text)
     with several(environment, "-v") as (router, port):
         status, answer = complete(port, "other")
-        assert status == 200 and answer["model"] == "first"
+        assert status == 200 and answer["model"] == "other"
         assert ask(port, "/tokenize", {"prompt": "a"})[1]["max_model_len"] == 256
         workers = children(router.pid)
         assert "first is unloaded" in mycli("stop", "first").stdout
