@@ -8,6 +8,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.models.generation_config import GenerationDefaults
 
 GREEDY_BELOW = 1e-5  # a temperature under this would overflow the logits it divides
+MAX_TEMPERATURE = 100.0
 MAX_BIASES = 1024
 MAX_BIAS = 100
 
@@ -37,9 +38,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        # The ranges of OpenAI's API where it has the parameter.
+        # The ranges of OpenAI's API where it has the parameter; Ollama and llama.cpp have no limit to the temperature, and
+        # generation_config.json may have 100.
         bounds = {
-            "temperature": (0.0, 2.0),
+            "temperature": (0.0, MAX_TEMPERATURE),
             "top_k": (0, 1 << 31),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mycli.runtime.sampling.params import MAX_TEMPERATURE
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.settings import ServerState
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
@@ -84,7 +85,7 @@ class OllamaOptions(Strict):
 
     num_predict: _Integer | None = Field(None, ge=-2, le=1 << 31)
     num_ctx: _Integer | None = Field(None, ge=0, le=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)  # OpenAI's interface ends at 2
     top_k: _Integer | None = Field(None, ge=-1, le=1 << 31)
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -184,11 +185,12 @@ def read_options(body: OllamaRequest, context: int) -> tuple[Sampling, int | Non
             raise ApiError(400, f"{place}: is not supported", "unsupported_parameter", param=place)
     if options.num_ctx is not None and options.num_ctx > context:
         omitted.append(f"option num_ctx above {context}")
-    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+    names = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
     fields = {name: getattr(options, name) for name in names}
     if options.stop == []:
         fields["stop"] = None
     sampling = Sampling.model_validate({**fields, "repetition_penalty": options.repeat_penalty})
+    sampling = sampling.model_copy(update={"temperature": options.temperature})
     limit = options.num_predict
     return sampling, None if limit is None or limit < 0 else limit, omitted
 

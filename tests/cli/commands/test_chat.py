@@ -79,7 +79,7 @@ def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None
     assert "/bye leaves" in say(chat, "quit")
     say(chat, "/undo")
     assert "no such setting" in say(chat, "/set colour 1")
-    assert "out of range" in say(chat, "/set temperature 99")
+    assert "out of range" in say(chat, "/set temperature 999")
     assert "Paris" in say(chat, "What is the capital of France?"), "the chat goes on after mistakes"
     chat.sendline('"""What is the')
     chat.expect_exact("... ")

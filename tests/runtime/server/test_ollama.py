@@ -13,6 +13,7 @@ import pytest
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
+from mycli.runtime.server.ollama.request import OllamaChatRequest, read_options
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
 from tests.support.paths import ROOT
@@ -166,6 +167,17 @@ def test_sampling_options_reach_the_sampler(served: Served) -> None:
     renamed = {key: value for key, value in options.items() if key != "num_predict"}
     theirs = served.chat(**renamed, max_tokens=24, repetition_penalty=1.2, stop=["\n"]).json
     assert ours == theirs["choices"][0]["message"]["content"]
+
+
+def test_a_temperature_above_two_is_sampled_with_here_and_refused_in_openais_interface(served: Served) -> None:
+    body = {"model": "pico", "messages": MESSAGES, "stream": False}
+    hot = {**body, "options": {"temperature": 2.5, "num_predict": 1}}
+    assert served.ask("POST", "/api/chat", hot).status == 200
+    sampling, _, _ = read_options(OllamaChatRequest.model_validate(hot), 2048)
+    assert served.service.sampling(sampling).temperature == 2.5
+    assert served.ask("POST", "/v1/chat/completions", {**body, "temperature": 2.5}).error["param"] == "temperature"
+    answer = served.ask("POST", "/api/chat", {**body, "options": {"temperature": 101}})
+    assert answer.status == 400 and "options.temperature: must be at most 100" in answer.json["error"]
 
 
 def test_logprobs(served: Served) -> None:
