@@ -38,8 +38,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        # The ranges of OpenAI's API where it has the parameter; Ollama and llama.cpp have no limit to the temperature, and
-        # generation_config.json may have 100.
+        # The ranges of OpenAI's API where it has the parameter, except the temperature: Ollama has no limit to it.
         bounds = {
             "temperature": (0.0, MAX_TEMPERATURE),
             "top_k": (0, 1 << 31),

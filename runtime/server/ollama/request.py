@@ -72,27 +72,19 @@ def _checked_duration(value: Any) -> Any:
 KeepAlive = Annotated[Any, BeforeValidator(_checked_duration)]
 
 
-def _whole(value: Any) -> Any:
-    # Go's JSON has one type of number, and Home Assistant sends num_ctx as 8192.0.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_Integer = Annotated[int, BeforeValidator(_whole)]
-
-
 class OllamaOptions(Strict):
     """Sampling settings and limits; None: the model's default."""
 
-    num_predict: _Integer | None = Field(None, ge=-2, le=1 << 31)
-    num_ctx: _Integer | None = Field(None, ge=0, le=1 << 31)
+    num_predict: int | None = Field(None, ge=-2, le=1 << 31)
+    num_ctx: int | None = Field(None, ge=0, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)  # OpenAI's interface ends at 2
-    top_k: _Integer | None = Field(None, ge=-1, le=1 << 31)
+    top_k: int | None = Field(None, ge=-1, le=1 << 31)
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: _Integer | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
 
 

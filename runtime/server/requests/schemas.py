@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
 from mycli.runtime.server.http.api_error import ApiError
@@ -69,18 +70,30 @@ No = Annotated[Literal[False], BeforeValidator(_false_only)]
 Verbosity = Literal["low", "medium", "high"]  # only "medium" can be done: no template has a switch for it
 
 
-def _fail_fast(schema: Any) -> None:
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _adapt(schema: Any) -> None:
     # An error takes a kilobyte: a list of a million wrong items would take a gigabyte, and minutes.
     if isinstance(schema, dict):
+        if schema.get("type") == "int":
+            # The JSON of Lua, Go and others has one type of number: Home Assistant sends num_ctx as 8192.0.
+            integer = dict(schema)
+            schema.clear()
+            schema.update(no_info_before_validator_function(_whole, integer))
+            return
+        if schema.get("type") == "function-before" and schema["function"]["function"] is _whole:
+            return
         if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
         fields = not isinstance(schema.get("type"), str)  # the keys are names of fields, which may be "metadata"
         for key, part in schema.items():
             if fields or key not in ("metadata", "default", "cls"):
-                _fail_fast(part)
+                _adapt(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            _fail_fast(part)
+            _adapt(part)
 
 
 class Strict(BaseModel):
@@ -91,7 +104,7 @@ class Strict(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _fail_fast(schema)
+        _adapt(schema)
         return schema
 
 

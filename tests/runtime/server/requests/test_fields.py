@@ -195,6 +195,16 @@ def test_sampling_settings_end_at_their_limits(name: str) -> None:
             Sampling.model_validate({name: value})
 
 
+def test_whole_numbers_may_have_a_point(answering: Served) -> None:
+    """The JSON of Lua and of others with one type of number."""
+    whole = {"max_tokens": 1.0, "n": 2.0, "top_k": 40.0, "seed": 1.0, "stop_token_ids": [7.0], "temperature": 1}
+    answer = answering.ask("POST", CHAT, {**BODIES[CHAT], **whole})
+    assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2, answer.body
+    for name, value in (("max_tokens", 2.5), ("n", True), ("top_k", "4"), ("seed", 1e300)):
+        answer = answering.ask("POST", CHAT, {**BODIES[CHAT], name: value})
+        assert answer.status == 400 and answer.error["param"] == name
+
+
 def test_a_seed_of_minus_one_is_none(answering: Served) -> None:
     seeds = [answering.service.sampling(Sampling(seed=seed)).seed for seed in (-1, 0, -2)]
     assert seeds == [None, 0, -2]
