@@ -308,12 +308,26 @@ class CalledFunction(Strict):
     arguments: LongText | dict[str, Any] | None = None
 
 
+class CustomCall(Strict):
+    """A called custom tool, whose input is a text."""
+
+    name: Name
+    input: LongText
+
+
 class CalledTool(Strict):
     """A tool call in an earlier message of the assistant."""
 
     id: Annotated[str, Field(max_length=256)] | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "CalledTool":
+        if self.custom is None and self.function is None:
+            raise ValueError("function is required")
+        return self
 
 
 class ContentPart(Strict):

@@ -9,7 +9,7 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import event
-from mycli.runtime.server.requests.schemas import ChatMessage, Content, ContentPart, StreamOptions, ToolSpec
+from mycli.runtime.server.requests.schemas import CalledTool, ChatMessage, Content, ContentPart, StreamOptions, ToolSpec
 from mycli.runtime.tokenizer.chat_template import Message, Role, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
@@ -76,6 +76,13 @@ def _parsed_arguments(arguments: str | Mapping[str, Any] | None) -> Mapping[str,
     return {"INVALID_JSON": arguments}
 
 
+def _called(call: CalledTool) -> tuple[str, str | Mapping[str, Any] | None]:
+    if call.function is not None:
+        return call.function.name, call.function.arguments
+    assert call.custom is not None  # `CalledTool` requires a function otherwise
+    return call.custom.name, {"input": call.custom.input}  # as for custom tools in the interface of responses
+
+
 def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
     """Convert messages of OpenAI's chat to those of templates. Raises ApiError."""
     messages: list[Message] = []
@@ -83,8 +90,9 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
     for index, item in enumerate(items):
         calls = []
         for call in item.tool_calls or ():
-            calls.append(call_fields(call.function.name, call.function.arguments, call.id or ""))
-            names[call.id or ""] = call.function.name
+            name, arguments = _called(call)
+            calls.append(call_fields(name, arguments, call.id or ""))
+            names[call.id or ""] = name
         if item.function_call is not None:
             calls.append(call_fields(item.function_call.name, item.function_call.arguments, ""))
         role: Role = "tool" if item.role == "function" else item.role

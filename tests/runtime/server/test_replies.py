@@ -292,6 +292,13 @@ def test_a_template_sees_calls_and_answers(scripted: Scripted, reasoning: Loaded
         unnamed = {**messages[1], "tool_calls": [{**call, "id": None, "type": None}]}  # as aichat sends them
         messages = [messages[0], unnamed, {"role": "tool", "tool_call_id": None, "content": "ok"}]
         assert '<tool_call>f:{"a": 1}' in served.ask("POST", "/apply-template", {"messages": messages}).json["prompt"]
+        custom = {"id": "c1", "type": "custom", "custom": {"name": "run", "input": "ls\n"}}
+        messages[1] = {**messages[1], "tool_calls": [custom]}
+        answer = served.ask("POST", "/apply-template", {"messages": messages})
+        assert '<tool_call>run:{"input": "ls\\n"}' in answer.json["prompt"]
+        messages[1] = {**messages[1], "tool_calls": [{"id": "c1", "type": "custom"}]}
+        answer = served.ask("POST", "/apply-template", {"messages": messages})
+        assert answer.status == 400 and answer.error["message"] == "messages.1.tool_calls.0: function is required"
 
 
 @pytest.mark.parametrize(
