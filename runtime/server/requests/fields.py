@@ -33,10 +33,12 @@ _REFUSED = _words("""
     return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details input_ids images_config
     use_audio_in_video bootstrap_host bootstrap_port bootstrap_room task
     mirostat dry_multiplier xtc_probability dynatemp_range samplers min_keep n_probs post_sampling_probs
-    return_tokens n_indent timings_per_token return_progress response_fields lora image_data grammar_lazy grammar_type
+    return_tokens n_indent response_fields lora image_data grammar_lazy grammar_type
     grammar_triggers generation_prompt chat_parser verbose reasoning_control reasoning_budget_message
     input_prefix input_suffix input_extra content texts with_pieces
 """)
+# Of llama.cpp: ask for more figures, which a client can do without. Ignored, and named if they are set.
+_FIGURES = ("timings_per_token", "return_progress")
 # Field -> the values that ask for nothing, where these are others.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_REFUSED, _NOTHING),
@@ -106,7 +108,7 @@ def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
     if windowed and not asks_nothing(body.get("repeat_last_n"), (None, -1)):
         raise _refusal("repeat_last_n")
     for name, value in body.items():
-        if name in known or name in HARMLESS_FIELDS:
+        if name in known or name in HARMLESS_FIELDS or (name in _FIGURES and asks_nothing(value, _NOTHING)):
             continue
         neutral = UNSUPPORTED_FIELDS.get(name)
         if neutral is None:

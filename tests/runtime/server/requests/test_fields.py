@@ -128,6 +128,13 @@ def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None
     assert answer.status == 200 and answer.headers["x-mycli-omitted"] == "field temprature, field unprintable"
 
 
+def test_figures_of_llama_cpp_are_named_only_where_they_are_wanted(answering: Served) -> None:
+    for wanted, named in ((True, "field return_progress, field timings_per_token"), (False, None)):
+        figures = {"return_progress": wanted, "timings_per_token": wanted}
+        answer = answering.ask("POST", CHAT, {**BODIES[CHAT], **figures})
+        assert answer.status == 200 and answer.headers.get("x-mycli-omitted") == named
+
+
 def test_parts_that_nothing_reads_are_named_by_their_path(answering: Served) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
     tool = {"type": "function", "function": {**FIELDS["functions"][1][0], "strict": None, "examples": [1]}}
