@@ -136,7 +136,7 @@ class ThinkingTurns(Strict):
 
 
 class ContextEdit(Strict):
-    """Leaves out the reasoning of older turns; other edits are not supported."""
+    """Leaves out the reasoning of older turns."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
@@ -147,10 +147,16 @@ class ContextEdit(Strict):
         return None if self.keep == "all" or self.keep.type == "all" else self.keep.value
 
 
+class UnservedEdit(Strict):
+    """Shortens long conversations, which are read whole here."""
+
+    type: Literal["clear_tool_uses_20250919", "compact_20260112"]
+
+
 class ContextManagement(Strict):
     """Edits of the conversation before the model reads it."""
 
-    edits: list[ContextEdit] = Field(default_factory=list, max_length=16)
+    edits: list[ContextEdit | UnservedEdit] = Field(default_factory=list, max_length=16)
 
 
 class CountRequest(ForModel):
@@ -247,10 +253,14 @@ def _system_text(system: Content) -> str:
     return _BILLING.sub("", text_of(system, "system"))
 
 
+def _context_edits(body: CountRequest) -> Sequence[ContextEdit | UnservedEdit]:
+    return () if body.context_management is None else body.context_management.edits
+
+
 def _cleared_messages(body: CountRequest) -> set[int]:
     # The indices of messages whose reasoning is left out. A turn begins with a message that has no tool results.
-    edits = [] if body.context_management is None else body.context_management.edits
-    keep = min((edit.turns for edit in edits if edit.turns is not None), default=len(body.messages))
+    limits = [edit.turns for edit in _context_edits(body) if isinstance(edit, ContextEdit)]
+    keep = min((turns for turns in limits if turns is not None), default=len(body.messages))
     turns, begun, cleared = 0, False, set()
     for index, message in reversed(list(enumerate(body.messages))):
         types = [] if isinstance(message.content, str) else [block.type for block in message.content]
@@ -263,11 +273,11 @@ def _cleared_messages(body: CountRequest) -> set[int]:
 
 
 def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
-    """Return the messages of a conversation, and the types of blocks that were left out. Raises ApiError."""
+    """Return the messages of a conversation, and the types of blocks and edits left out. Raises ApiError."""
     # Templates expect a tool result as a message of its own.
     messages = [] if body.system is None else [Message("system", _system_text(body.system))]
     names: dict[str, str] = {}  # of called tools, by call id
-    omitted: list[str] = []
+    omitted = [f"edit {edit.type}" for edit in _context_edits(body) if isinstance(edit, UnservedEdit)]
     cleared = _cleared_messages(body)
     for index, message in enumerate(body.messages):
         place = f"messages.{index}.content"

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.routes.chat_spec import ChatSpec
@@ -194,6 +195,17 @@ def test_the_reasoning_of_older_turns_is_left_out(keep: Any, reasoning: list[str
     for asked in (spec, counted):
         found = asked(*messages, thinks("three"), ASK, thinks("four"), ASK, **edited)
         assert [message.reasoning for message in found.messages if message.role == "assistant"] == reasoning
+
+
+@pytest.mark.parametrize("kind", ["clear_tool_uses_20250919", "compact_20260112"])
+def test_edits_of_long_conversations_are_left_out_and_named(kind: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "A dog."}
+    talk = [ASK, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
+    edit = {"type": kind, "trigger": {"type": "input_tokens", "value": 5}, "keep": {"type": "tool_uses", "value": 0}}
+    edited = spec(*talk, context_management={"edits": [edit]})
+    assert edited.messages == spec(*talk).messages and edited.omitted == [f"edit {kind}"]
+    with pytest.raises(ValidationError):
+        spec(context_management={"edits": [{"type": "clear_everything"}]})
 
 
 def test_options_of_the_reply() -> None:
