@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from mycli.runtime.server.http.errors import exception_handlers
 from mycli.runtime.server.http.guard import Guard
+from mycli.runtime.server.http.paths import other_paths
 from mycli.runtime.server.ollama.chat import ollama_chat
 from mycli.runtime.server.ollama.embed import ollama_embed, ollama_embeddings
 from mycli.runtime.server.ollama.generate import ollama_generate
@@ -77,11 +78,10 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         return call
 
     routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
-    # llama.cpp clients, and OpenAI clients with a base URL without /v1, omit the prefix: same routes, undocumented.
     routes += [
-        Route(path.removeprefix("/v1"), bound(endpoint), methods=[method], include_in_schema=False)
+        Route(other, bound(endpoint), methods=[method], include_in_schema=False)
         for method, path, endpoint in ROUTES
-        if path.startswith("/v1/") and not path.startswith("/v1/messages")
+        for other in other_paths(path)
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False

@@ -17,6 +17,7 @@ from mycli.runtime.server.http.body import parse_body, read_body
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.http.errors import exception_handlers
 from mycli.runtime.server.http.guard import Guard
+from mycli.runtime.server.http.paths import other_paths
 from mycli.runtime.server.http.settings import ServerSettings, ServerState
 from mycli.runtime.server.ollama.card import NEVER, running_entry
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
@@ -275,15 +276,8 @@ def router_application(router: Router, log: Callable[[str], None]) -> ASGIApp:
     routes = [
         Route(spelled, bound(endpoint), methods=[method])
         for method, path, endpoint in ROUTER_ROUTES
-        for spelled in spellings(path)
+        for spelled in (path, *other_paths(path))
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False  # an unknown path is 404, as in the server of one model
     return Guard(app, router, log)
-
-
-def spellings(path: str) -> tuple[str, ...]:
-    """Return a path and its spelling without /v1, as clients of llama.cpp and others with such a base URL send it."""
-    if path.startswith("/v1/") and not path.startswith("/v1/messages"):
-        return path, path.removeprefix("/v1")
-    return (path,)

@@ -140,6 +140,13 @@ def test_documents_are_ranked_by_vectors(servers: dict[str, Served]) -> None:
     assert results[0]["document"]["text"] == [*TEXTS, "an object"][results[0]["index"]]
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/v1/reranking", "/reranking"])
+def test_reranking_goes_by_the_paths_of_other_servers(servers: dict[str, Served], path: str) -> None:
+    body = {"query": "What?", "documents": TEXTS}
+    answers = [servers["qwen3"].ask("POST", where, body) for where in ("/v1/rerank", path)]
+    assert answers[1].status == 200 and answers[1].json == answers[0].json
+
+
 @torch.no_grad()
 def test_documents_are_ranked_by_a_reranker(servers: dict[str, Served], folders: dict[str, Path]) -> None:
     served = servers["reranker"]

@@ -75,3 +75,9 @@ def test_a_model_that_is_not_loaded_is_not_loaded_to_be_unloaded(router: Router,
     assert status == 200 and (reply["model"], reply["done"], reply["done_reason"]) == ("alias:latest", True, "unload")
     assert reply["response" if path.endswith("generate") else "message"] is not None
     assert router.pool.waiting == 0 and router.pool.slots["first"].loads == 0
+
+
+@pytest.mark.parametrize("path", ["/v2/rerank", "/reranking", "/v1/reranking"])
+def test_the_paths_of_other_servers_are_forwarded(router: Router, path: str) -> None:
+    status, reply = get(router, path, {"model": "second", "query": "a", "documents": ["b"]})
+    assert status != 404 and "its files are damaged" in reply["error"]["message"]
