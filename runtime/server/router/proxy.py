@@ -64,7 +64,7 @@ class ForwardedResponse(Response):
             await asyncio.wait({work})  # until it has released the model
 
     async def _forward(self, send: Send) -> None:
-        started = False
+        started, events = False, EventCount()
         async with self._pool.use(self._slot) as process:
             if self._keep:
                 (self._slot.idle,) = self._keep
@@ -81,6 +81,7 @@ class ForwardedResponse(Response):
                     await send({"type": "http.response.start", "status": answer.status_code, "headers": head})
                     if whole is None:
                         async for part in answer.aiter_raw():
+                            events.add(part)
                             await send({"type": "http.response.body", "body": part, "more_body": True})
                     await send({"type": "http.response.body", "body": whole or b""})
                     return
@@ -93,7 +94,7 @@ class ForwardedResponse(Response):
         if not started:
             raise error
         # The status is sent already: the stream ends with an error event, which clients report.
-        body = stream_failure(self._request.url.path, error)
+        body = stream_failure(self._request.url.path, error, events.count)
         await send({"type": "http.response.body", "body": body})
 
     def _url(self) -> str:
@@ -116,15 +117,29 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def stream_failure(path: str, error: ApiError) -> bytes:
-    """Return the last bytes of a failed stream, in the format of the interface that `path` belongs to."""
+class EventCount:
+    """Counts the server-sent events in the parts of a stream."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last = b""
+
+    def add(self, part: bytes) -> None:
+        """Count the events that end in the next part, whose JSON has no line feeds."""
+        self.count += (self._last + part).count(b"\n\n")
+        self._last = part[-1:]
+
+
+def stream_failure(path: str, error: ApiError, events: int) -> bytes:
+    """Return the last bytes of a stream that failed after `events`, in the format of the interface of `path`."""
     if path.startswith("/api/"):
         return (dumps({"error": error.message}) + "\n").encode()
     if path.startswith("/v1/messages"):
         return event({"type": "error", "error": error.fields()}, "error")
     if path.endswith("/responses"):
         fields = error.fields()
-        return event({"type": "error", **{key: fields[key] for key in ("code", "message", "param")}}, "error")
+        named = {key: fields[key] for key in ("code", "message", "param")}
+        return event({"type": "error", "sequence_number": events, **named}, "error")
     return event({"error": error.fields()}) + b"data: [DONE]\n\n"
 
 
