@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -31,6 +32,7 @@ from mycli.runtime.utils.sanitize import one_line
 # Without a key: health probes, and a page without data.
 OPEN_PATHS = ("/health", "/")
 PAGE_FILES = "/web/"
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CACHE_HEADER = "x-mycli-cache"  # "why" in a request asks for it in the response
 _MAX_HEADER = 1000  # characters of the keywords left out of a schema
@@ -46,6 +48,16 @@ def host_of(value: str) -> str:
     host = value.rpartition("://")[2]
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@]+))(?::[0-9]{1,5})?", host)
     return (match[1] or match[2] or "").lower().rstrip(".") if match else ""
+
+
+def _split_target(scope: Scope) -> None:
+    # RFC 9112, 3.2.2: the host of an absolute target, which clients send to proxies, takes the place of the header.
+    match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if match is not None:
+        others = [pair for pair in scope["headers"] if pair[0] != b"host"]
+        scope["headers"] = [(b"host", match[1]), *others]
+        scope["raw_path"] = match[2] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
 
 
 def _preflight(headers: Headers) -> Mapping[str, str]:
@@ -89,6 +101,7 @@ class Guard:
         if scope["type"] != "http":
             return
         began, arrived = time.perf_counter(), datetime.now().astimezone()
+        _split_target(scope)
         headers = Headers(scope=scope)
         sent = headers.get("x-request-id", "")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"

@@ -46,6 +46,32 @@ def test_g2_http_1_0_needs_no_host(served: Served) -> None:
     assert served.raw(b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n").split()[1] == b"400"
 
 
+@pytest.mark.parametrize(
+    "target, host, status",
+    [
+        ("http://localhost:1/v1/models", "localhost", b"200"),
+        ("HTTP://127.0.0.1/v1/models?limit=1", "evil.example", b"200"),
+        ("http://localhost", "localhost", b"200"),
+        ("http://evil.example/v1/models", "localhost", b"403"),
+        ("http://evil.example@localhost/v1/models", "localhost", b"403"),
+        ("http:///v1/models", "localhost", b"403"),
+        ("http%3A//localhost/v1/models", "localhost", b"404"),
+        ("/http://localhost/v1/models", "localhost", b"404"),
+    ],
+)
+def test_g2_the_host_of_an_absolute_target_is_checked(served: Served, target: str, host: str, status: bytes) -> None:
+    """RFC 9112, section 3.2.2: it takes the place of the header."""
+    data = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    assert served.raw(data).split()[1] == status
+
+
+def test_an_absolute_target_needs_a_key_as_well(scripted: Scripted) -> None:
+    data = b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    with scripted(settings=ServerSettings(("pico",), key=KEY.encode())) as served:
+        assert served.raw(data + b"\r\n").split()[1] == b"401"
+        assert served.raw(data + f"Authorization: Bearer {KEY}\r\n\r\n".encode()).split()[1] == b"200"
+
+
 def test_g2_two_hosts_are_none(served: Served) -> None:
     data = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
     assert served.raw(data).split()[1] in (b"400", b"403")
