@@ -4,7 +4,8 @@ The Jinja sandbox stops escapes, not work (C10), so rendering has limits on time
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,7 +22,8 @@ RENDER_SECONDS = 2.0
 RENDER_MEMORY = 512 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 TEMPLATE_FILE = re.compile(r"additional_chat_templates/([\w-]+)\.jinja", re.ASCII)  # in a model's folder
-# Template arguments that a request may set; never the template itself or its internal names (C11).
+# Template arguments that a request may set with any template, in addition to those that its template reads; never the
+# template itself or its internal names (C11).
 ALLOWED_ARGUMENTS = frozenset(
     (
         *("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools"),
@@ -43,7 +45,12 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # A template that may read the parts of a content, and the text with which that is tried.
 _PARTS = re.compile(r"""\btype\b.{0,40}(?:text|image)""", re.DOTALL)
 _PROBE = "Where are the herons?"
-_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", *TOKEN_NAMES))
+_RESERVED = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", *TOKEN_NAMES),
+        *("self", "allow_special", "chat_template", "tokenize"),  # of the functions that render, here and elsewhere
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._arguments = dict(arguments or {})
         self._parts = dict[str, bool]()  # by source: whether it reads contents as lists of parts only
+        self._own_arguments: frozenset[str] | None = None
         self._worker = WorkerProcess(
             "mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27
         )
@@ -208,6 +216,22 @@ class ChatTemplate:
                 "copy the template to use into chat_template.jinja",
             )
         return self._sources["default"]
+
+    def check_arguments(self, names: Iterable[str]) -> None:
+        """Raise UsageError for a name that is neither in `ALLOWED_ARGUMENTS` nor read by the model's templates."""
+        for name in names:
+            if name not in ALLOWED_ARGUMENTS and name not in (variables := self._find_own_arguments()):
+                allowed = ", ".join(sorted(ALLOWED_ARGUMENTS | variables))
+                raise UsageError(f"{name[:60]!r} is not a template argument", f"allowed: {allowed}")
+
+    def _find_own_arguments(self) -> frozenset[str]:
+        if self._own_arguments is None:
+            names = set[str]()
+            for source in self._sources.values():
+                with suppress(WorkerError):  # rendering with this template fails, with its cause
+                    names |= set(self._worker.call({"template": source}, RENDER_SECONDS))
+            self._own_arguments = frozenset(name for name in names - _RESERVED if not name.startswith("_"))
+        return self._own_arguments
 
     def render(
         self,
@@ -278,13 +302,3 @@ def effort_arguments(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort in ("none", "minimal") else {})}
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError for a template argument outside `ALLOWED_ARGUMENTS`."""
-    for name in arguments:
-        if name not in ALLOWED_ARGUMENTS:
-            raise UsageError(
-                f"chat template argument {name!r:.60} is not allowed",
-                f"allowed: {', '.join(sorted(ALLOWED_ARGUMENTS))}",
-            )

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -99,12 +99,31 @@ def environment() -> ImmutableSandboxedEnvironment:
     return jinja
 
 
+def arguments_read(tree: nodes.Template) -> list[str]:
+    """Return the names of the variables that a template reads and does not set itself, without the globals."""
+    names = meta.find_undeclared_variables(tree) - set(tree.environment.globals if tree.environment else ())
+    # A variable that is set in one branch counts as undeclared in the others; it is an argument if the template
+    # asks whether it is defined.
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    tested = {
+        test.node.name
+        for test in tree.find_all(nodes.Test)
+        if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+    }
+    return sorted(names - (stored - tested))
+
+
 def handler(_: object) -> Callable[[Any], list[str]]:
-    """Return the handler of {"template": source, "variables": [one object per text]}: the rendered texts."""
+    """Return the handler of {"template": source, "variables": [one object per text]}: the rendered texts.
+
+    Without "variables" it returns the names of the template's arguments.
+    """
     jinja = environment()
     compiled = lru_cache(4)(jinja.from_string)
 
     def render(request: dict[str, Any]) -> list[str]:
+        if "variables" not in request:
+            return arguments_read(jinja.parse(request["template"]))
         template = compiled(request["template"])
         texts = []
         for variables in request["variables"]:

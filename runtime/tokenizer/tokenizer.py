@@ -17,7 +17,6 @@ from mycli.runtime.tokenizer.chat_template import (
     Message,
     TemplateOptions,
     Tool,
-    check_arguments,
     special_tokens_map,
 )
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
@@ -241,7 +240,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation rendered by the chat template; no bos is added to the template's (C16).
 
-        arguments: passed to the template (`chat_template.ALLOWED_ARGUMENTS`). Control tokens spelled in messages, tools
+        arguments: passed to the template (`ChatTemplate.check_arguments`). Control tokens spelled in messages, tools
         or arguments stay text unless `allow_special`. Raises UsageError if the template refuses the conversation,
         ModelError for a missing or failing template.
         """
@@ -297,7 +296,7 @@ class Tokenizer:
             raise ModelError("tokenizer_config.json: the model has no chat_template", code="continue-text")
         if not messages:
             raise UsageError("a conversation needs at least one message", "write a message first")
-        check_arguments(arguments)
+        self.template.check_arguments(arguments)
         _check_texts(list(strings([[message.fields() for message in messages], tools, arguments])))
         return self.template
 

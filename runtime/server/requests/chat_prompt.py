@@ -9,9 +9,9 @@ from dataclasses import replace
 from threading import Lock
 
 from mycli.runtime.cache.prefix_index import common_prefix_length
-from mycli.runtime.errors import UserError
+from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.server.http.api_error import ApiError, from_user_error
-from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, takes_tools
+from mycli.runtime.tokenizer.chat_template import Message, takes_tools
 from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_system_message
 from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -32,11 +32,12 @@ def render_chat(
 
     source: of the template, if it is known.
     """
-    for name in parts.arguments:
-        if name not in ALLOWED_ARGUMENTS:
-            allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
-            message = f"{name[:60]!r} is not a template argument; allowed: {allowed}"
-            raise ApiError(400, message, "invalid_value", param="chat_template_kwargs")
+    if tokenizer.template is not None:
+        try:
+            tokenizer.template.check_arguments(parts.arguments)
+        except UsageError as error:
+            message = f"{error.message}; {error.hint}"
+            raise ApiError(400, message, "invalid_value", param="chat_template_kwargs") from None
     messages = list(parts.messages)
     source = template_source(tokenizer) if source is None else source
     if "developer" not in source:

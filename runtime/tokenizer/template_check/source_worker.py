@@ -4,9 +4,9 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateSyntaxError, nodes
 
-from mycli.runtime.tokenizer.chat_template_worker import environment
+from mycli.runtime.tokenizer.chat_template_worker import arguments_read, environment
 
 # Directives of strftime that change within a day.
 _TIMES = frozenset("HIMSpfTRrXcsk")
@@ -22,16 +22,7 @@ def handler(_: object) -> Callable[[str], dict[str, Any]]:
             jinja.compile(source)  # unknown filters and tests are found here
         except TemplateSyntaxError as error:
             return {"findings": [["syntax", {"line": error.lineno, "cause": str(error.message)}]], "variables": []}
-        names = meta.find_undeclared_variables(tree) - set(jinja.globals)
-        # A variable that is set in one branch counts as undeclared in the others; it is an argument if the template
-        # asks whether it is defined.
-        stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
-        tested = {
-            test.node.name
-            for test in tree.find_all(nodes.Test)
-            if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
-        }
-        return {"findings": list(_findings(tree)), "variables": sorted(names - (stored - tested))}
+        return {"findings": list(_findings(tree)), "variables": arguments_read(tree)}
 
     return check
 

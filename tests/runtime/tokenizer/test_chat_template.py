@@ -14,7 +14,6 @@ from mycli.runtime.tokenizer.chat_template import (
     ChatTemplate,
     Message,
     TemplateOptions,
-    check_arguments,
     special_tokens_map,
 )
 from mycli.runtime.utils.json_fields import Fields
@@ -265,10 +264,29 @@ def test_template_file_rejected(tmp_path: Path) -> None:
         ChatTemplate.load(tmp_path, write(tmp_path, {}))
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "bos_token", "add_generation_prompt"])
-def test_arguments_outside_the_list(name: str) -> None:  # C11
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "messages", "bos_token", "add_generation_prompt", "allow_special", "self", "_hidden"],
+)
+def test_arguments_that_no_request_may_set(name: str) -> None:  # C11
+    template = ChatTemplate({"default": "{{ " + name + " }}{{ own }}"}, {})
     with pytest.raises(UsageError, match=name):
-        check_arguments({name: True})
+        template.check_arguments({"own": 1, name: True})
+
+
+def test_a_request_may_set_what_the_template_reads(tmp_path: Path) -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}{{ system }}"
+        "{% if not date is defined %}{% set date = strftime_now('%Y') %}{% endif %}{{ date }}{{ ns.own }}"
+    )
+    template = ChatTemplate({"default": source, "tool_use": "{{ other }}"}, {})
+    template.check_arguments(["date", "ns", "other", "enable_thinking"])
+    for name in ("system", "strftime_now", "raise_exception", "own", "nosuch"):
+        with pytest.raises(UsageError, match=name) as error:
+            template.check_arguments([name])
+        assert "date, date_string" in str(error.value.hint)
+    with pytest.raises(UsageError, match="date"):  # a template that cannot be parsed has no arguments
+        ChatTemplate({"default": "{% if %}{{ date }}"}, {}).check_arguments(["date"])
 
 
 def test_the_switch_of_reasoning_has_two_names() -> None:
