@@ -118,7 +118,7 @@ def test_differences_are_named(
     sides = [ModelReplies((side,), (seconds,), 1) for side, seconds in ((ours, 0.4), (theirs, 0.2))]
     (row,) = (result := compare_replies(PROMPTS[:1], *sides, divergences)).prompts
     assert (row.divergence, row.same_answer, row.calls) == (divergence, same_answer, calls)
-    assert (row.kl, row.same_top1, result.speed.value) == (0.5, 0.5, 2.0)
+    assert (row.kl, row.same_top1, result.speed.value) == (0.5, 0.5, pytest.approx(2.0))
     assert result.changed_calls == (calls in ("changed", "lost", "new"))
 
 
@@ -129,6 +129,13 @@ def test_the_interval_holds_the_mean_of_the_prompts() -> None:
     kl = compare_replies([PROMPTS[0]] * 40, *sides, divergences).kl
     assert kl.value == pytest.approx(0.02) and kl.low == pytest.approx(0.0156, abs=0.002)
     assert kl.high == pytest.approx(0.0244, abs=0.002)
+
+
+def test_twice_and_half_as_fast_is_as_fast() -> None:
+    sides = [ModelReplies((reply((1,)),) * 2, seconds, 1) for seconds in ((1.0, 1.0), (0.5, 2.0))]
+    divergence = torch.tensor([0.0]), torch.tensor([1.0])
+    speed = compare_replies([PROMPTS[0]] * 2, *sides, [divergence] * 2).speed
+    assert (speed.low, speed.value, speed.high) == pytest.approx((0.5, 1.0, 2.0))
 
 
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}},)
