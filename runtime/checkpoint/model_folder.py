@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # describing a model needs none of these
 
     from mycli.runtime.checkpoint.adapter import Adapter
     from mycli.runtime.checkpoint.reader import Checkpoint
-    from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
+    from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, ScoreSpec
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -85,19 +85,24 @@ class ModelFolder:
         if tensors is not None:
             part = part.with_tensors(tensors)
         config = parse_config(part.config)
-        if path is not None and (path / MODULES).is_file():
+        if path is not None and (path / MODULES).is_file() and _reranker(path) is None:
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
         folder = cls(path or Path(), part.config, config, config_only=path is None, part=part, file_manifest=files)
         return folder if remote is None else replace(folder, headers=folder.text_tensors(remote))
 
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":
-        """The modules of a sentence-transformers folder; None for other folders. Raises ModelError."""
+        """The modules of an embedding model's folder; None for other folders. Raises ModelError."""
         if self.config_only or not (self.path / MODULES).is_file():
             return None
         from mycli.runtime.checkpoint.sentence_transformers import read_embedding_spec
 
         return read_embedding_spec(self.path, self.config.hidden_size)
+
+    @property
+    def score(self) -> "ScoreSpec | None":
+        """The tokens of a reranker's score; None for a folder that does not say them. Raises ModelError."""
+        return None if self.config_only else _reranker(self.path)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing]:
@@ -261,6 +266,14 @@ class ModelFolder:
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
         """Return the defaults of generation_config.json, and a warning for every field that cannot be used."""
         return read_generation_config(self.path, self.config.vocab_size)
+
+
+def _reranker(folder: Path) -> "ScoreSpec | None":
+    if not (folder / MODULES).is_file():
+        return None
+    from mycli.runtime.checkpoint.sentence_transformers import read_score_spec
+
+    return read_score_spec(folder)
 
 
 def _has_weights(folder: Path) -> bool:

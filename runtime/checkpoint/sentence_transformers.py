@@ -63,10 +63,29 @@ class EmbeddingSpec:
         return self.dense[-1].out_features if self.dense else hidden_size * len(self.pooling)
 
 
-def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
-    """Return the modules of a sentence-transformers folder; None for another folder. Raises ModelError."""
+@dataclass(frozen=True)
+class ScoreSpec:
+    """The tokens whose logits are the score of a reranker: of `true` without those of `false`, if there is one."""
+
+    true: int
+    false: int | None
+
+
+def read_score_spec(folder: Path) -> ScoreSpec | None:
+    """Return the LogitScore module of a reranker, a CrossEncoder; None for other folders. Raises ModelError."""
     path = folder / MODULES
-    if not path.is_file():
+    entries = _entries(path) if path.is_file() else []
+    if [_kind(entry) for entry in entries] != ["Transformer", "LogitScore"]:
+        return None
+    raw = read_object(folder / _folder_name(entries[1], path) / "config.json")
+    false = raw.integer("false_token_id", low=0) if raw.has("false_token_id") else None
+    return ScoreSpec(raw.integer("true_token_id", low=0), false)
+
+
+def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
+    """Return the modules of an embedding model; None for a reranker and for another folder. Raises ModelError."""
+    path = folder / MODULES
+    if not path.is_file() or read_score_spec(folder) is not None:
         return None
     pooling: tuple[PoolingMode, ...] = ()
     dense: list[DenseSpec] = []

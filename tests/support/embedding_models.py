@@ -79,7 +79,7 @@ def embedding_gemma(folder: Path, **shape: Any) -> Path:
 
 
 def qwen3_reranker(folder: Path, **shape: Any) -> Path:
-    """Write Qwen3-Reranker: a causal model that answers yes or no."""
+    """Write Qwen3-Reranker: a causal model that answers yes or no, with the modules of a CrossEncoder."""
     torch.manual_seed(2)
     model = Qwen3ForCausalLM(Qwen3Config(**{**_SMALL, **shape, "tie_word_embeddings": True}))
     model.to(torch.float32).save_pretrained(folder)
@@ -91,4 +91,13 @@ def qwen3_reranker(folder: Path, **shape: Any) -> Path:
     vocabulary["yes"] = vocabulary.pop(last)
     merges[:] = [merge for merge in merges if "".join(merge) != last] + [["y", "es"]]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    types = "sentence_transformers."
+    kinds = (
+        ("base.modules.transformer.Transformer", ""),
+        ("cross_encoder.modules.logit_score.LogitScore", "1_LogitScore"),
+    )
+    (folder / "modules.json").write_text(json.dumps([{"type": types + kind, "path": path} for kind, path in kinds]))
+    (folder / "1_LogitScore").mkdir()
+    answers = {"true_token_id": vocabulary["yes"], "false_token_id": vocabulary["no"]}
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps(answers))
     return folder

@@ -28,6 +28,7 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils import version
 
 if TYPE_CHECKING:  # few models compute embeddings
+    from mycli.runtime.checkpoint.sentence_transformers import ScoreSpec
     from mycli.runtime.engine.replies.embedder import Embedder
 
 
@@ -92,6 +93,7 @@ class LoadedModel:
     warnings: tuple[str | Declined, ...]
     embedder: "Embedder | None" = None  # of a model that computes embeddings
     fingerprint: str = ""
+    score: "ScoreSpec | None" = None  # of a reranker that says it
 
     @property
     def vocabulary_size(self) -> int:
@@ -133,7 +135,9 @@ class LoadedModel:
 
             embedder = Embedder(spec, config.hidden_size)
         ends = frozenset(ids)
-        return cls(runner, tokenizer, defaults, ends, tuple(warnings), embedder, _fingerprint(folder, runner))
+        return cls(
+            runner, tokenizer, defaults, ends, tuple(warnings), embedder, _fingerprint(folder, runner), folder.score
+        )
 
 
 def _fingerprint(folder: ModelFolder, runner: ModelRunner) -> str:

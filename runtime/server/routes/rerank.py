@@ -109,6 +109,10 @@ def _scored_work(service: Service, body: RerankRequest) -> _Work:
     if len(service.tag_ids("<|im_start|>")) != 1 or any(len(ids) != 1 for ids in answers):
         message = f"{service.name} does not rerank: it is neither an embedding model nor has Qwen's chat markup"
         raise ApiError(400, message, "not_a_reranker", param="model")
+    score = service.loaded.score
+    if score is not None and [[score.false], [score.true]] != answers:
+        message = f'{service.name} does not rerank: its LogitScore module has other tokens than "yes" and "no"'
+        raise ApiError(400, message, "not_a_reranker", param="model")
     instruction = INSTRUCTION if body.instruction is None else body.instruction
     texts = []
     for document in body.documents:

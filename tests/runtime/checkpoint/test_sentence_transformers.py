@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, read_embedding_spec
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.sentence_transformers import (
+    EmbeddingSpec,
+    ScoreSpec,
+    read_embedding_spec,
+    read_score_spec,
+)
 from mycli.runtime.errors import ModelError
+from tests.support.paths import PICO
 
 TYPES = "sentence_transformers.models."
 
@@ -38,3 +45,21 @@ def test_vectors_of_several_modes_are_joined(tmp_path: Path) -> None:
     modes = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False}
     spec = _read(tmp_path, {"in_features": 16, "out_features": 4, "bias": False}, **modes)
     assert spec.pooling == ("mean", "last") and spec.needs_all and spec.size(8) == 4
+
+
+@pytest.mark.parametrize("false", [2152, None])
+def test_a_reranker_keeps_its_head_and_has_no_vectors(tmp_path: Path, false: int | None) -> None:
+    """As Qwen3-Reranker is published: its 8B model has a head of its own."""
+    kinds = (
+        ("base.modules.transformer.Transformer", ""),
+        ("cross_encoder.modules.logit_score.LogitScore", "1_LogitScore"),
+    )
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in kinds]))
+    (tmp_path / "1_LogitScore").mkdir()
+    tokens = {"true_token_id": 9693, "false_token_id": false}
+    (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps(tokens))
+    config = json.loads((PICO / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_embedding_spec(tmp_path, 8) is None and read_score_spec(tmp_path) == ScoreSpec(9693, false)
+    folder = open_model_folder(tmp_path)
+    assert folder.embedding is None and not folder.config.tie_embeddings

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -171,6 +172,15 @@ def test_documents_are_ranked_by_a_reranker(servers: dict[str, Served], folders:
     for index, text in enumerate(TEXTS):
         assert abs(together[index] - expected(text)) < 1e-5
         assert scores([text])[0] == together[index]
+
+
+def test_a_reranker_with_other_answers_is_refused(servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    service = servers["reranker"].service
+    score = service.loaded.score
+    assert score is not None
+    monkeypatch.setattr(service, "loaded", replace(service.loaded, score=replace(score, false=None)))
+    answer = servers["reranker"].ask("POST", "/v1/rerank", {"query": "What?", "documents": ["a"]})
+    assert answer.status == 400 and "LogitScore module has other tokens" in answer.error["message"]
 
 
 def test_damaged_folders_are_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
