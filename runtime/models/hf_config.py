@@ -33,6 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_attn": (False,),
     "attention_chunk_size": (),
     "use_bidirectional_attention": (False, "vision"),
+    "is_causal": (True,),
 }
 ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 SILU: dict[str, ActivationName] = {"silu": "silu", "swish": "silu"}  # where it is also that of a convolution

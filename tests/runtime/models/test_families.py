@@ -80,6 +80,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma-silu": ("gemma2", {"hidden_activation": "silu"}, "'silu' is not supported"),
     "softcap-zero": ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
     "scalar-zero": ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    "both-directions": ("qwen3", {"is_causal": False}, "is_causal = False is not supported"),
     "gemma4-both-directions": ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     "gemma4-more-chosen-than-there": (
         "gemma4_text",
