@@ -52,7 +52,7 @@ def embedder_of(service: Service) -> Embedder:
 
 def embedding_ids(service: Service, text: str, prompt: str, truncate: bool, place: str) -> list[int]:
     """Return the token ids of a text with its prompt. Raises ApiError for a text that does not fit."""
-    ids = service.text_prompt(prompt + text)
+    ids = [*service.text_prompt(prompt + text), *service.loaded.tokenizer.missing_eos]
     if truncate and len(ids) > service.context:
         # The last token stays: models that pool the last token are trained with the end token that the tokenizer adds.
         ids = [*ids[: service.context - 1], ids[-1]]

@@ -6,7 +6,7 @@ spelled in a text stay text (`special_tokens`); unusual tokenizers run in a work
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         template: ChatTemplate | None,
         response_template: Fields | None = None,
+        add_eos: bool = False,
     ) -> None:
         self.vocabulary = vocabulary
         self.template = template
@@ -109,6 +110,7 @@ class Tokenizer:
         self.bos = self._id(special_tokens.get("bos_token"))
         eos = self._id(special_tokens.get("eos_token"))
         self.eos: tuple[int, ...] = () if eos is None else (eos,)
+        self._add_eos = add_eos
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
@@ -172,6 +174,7 @@ class Tokenizer:
             Fields(response_template, "tokenizer_config.json: response_template")
             if isinstance(response_template, dict)
             else None,
+            settings.values.get("add_eos_token") is True,
         )
 
     def use_template(self, options: TemplateOptions) -> None:
@@ -187,6 +190,15 @@ class Tokenizer:
 
     def _id(self, token: str | None) -> int | None:
         return self.vocabulary.index(token) if token is not None and token in self.vocabulary else None
+
+    @cached_property
+    def missing_eos(self) -> tuple[int, ...]:
+        """The end token after a text to embed, if `add_eos_token` asks for it and tokenizer.json adds none."""
+        # transformers 4 followed tokenizer_config.json here, transformers 5 follows tokenizer.json. E5-Mistral and
+        # gte-Qwen2 pool the end token, so that without it their vectors are those of the last token of the content.
+        if not self._add_eos or self.encode("a", add_special=True)[-1:] != self.encode("a", add_special=False)[-1:]:
+            return ()
+        return self.eos
 
     def encode(self, text: str, *, add_special: bool, allow_special: bool = False) -> list[int]:
         """Return the ids of `text`. add_special: add the tokenizer's special tokens, usually bos.

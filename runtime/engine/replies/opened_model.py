@@ -114,7 +114,7 @@ class OpenedModel:
         states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
         try:
             for number, text in enumerate(texts, first):
-                tokens = tuple(self.tokenizer.encode(before + text, add_special=True))
+                tokens = (*self.tokenizer.encode(before + text, add_special=True), *self.tokenizer.missing_eos)
                 try:
                     numbers.append(self.engine.submit(Request(tokens, limit=0, hidden_states=states)))
                 except UsageError as error:

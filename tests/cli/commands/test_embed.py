@@ -91,6 +91,18 @@ def test_texts_of_several_batches_are_numbered_through(
     assert refused.returncode == 2 and "text 5: the prompt has" in refused.stderr
 
 
+def test_the_end_token_of_the_settings_follows_every_text(tmp_path: Path) -> None:
+    """As of E5-Mistral and gte-Qwen2, whose tokenizer.json does not add it."""
+    folder = qwen3_embedding(tmp_path / "qwen3")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_eos_token": True}))
+    with open_model(folder, EngineConfig(device="cpu", dtype="float32"), offline=True) as opened:
+        ids = [*opened.tokenizer.encode("Hello there", add_special=True), 2]
+        state = opened.model.runner.hidden_states(ids)[-1]
+        expected = torch.nn.functional.normalize(state.float(), dim=0)
+        assert opened.embed(["Hello there"])[0] == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_refused_text_leaves_no_others_in_the_engine(model: Path) -> None:
     with open_model(str(model), EngineConfig(device="cpu", context=64), offline=True) as opened:
         expected = opened.embed(["a b"])

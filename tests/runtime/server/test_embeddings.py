@@ -130,6 +130,16 @@ def test_long_texts_are_cut_only_where_ollama_cuts_them(servers: dict[str, Serve
     assert refused.status == 400
 
 
+def test_the_end_token_of_the_settings_follows_every_text(
+    servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = servers["qwen3"]
+    tokenizer = served.service.loaded.tokenizer
+    expected = vectors(served, [[*tokenizer.encode(TEXTS[0], add_special=True), 2]])  # type: ignore[list-item]  # ids
+    monkeypatch.setitem(tokenizer.__dict__, "missing_eos", (2,))
+    assert (vectors(served, TEXTS[:1]) == expected).all()
+
+
 def test_documents_are_ranked_by_vectors(servers: dict[str, Served]) -> None:
     served = servers["qwen3"]
     body = {"query": "What?", "documents": [*TEXTS, {"text": "an object"}], "top_n": 3, "return_documents": True}

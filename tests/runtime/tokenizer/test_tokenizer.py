@@ -168,3 +168,22 @@ def test_options_replace_the_template_of_a_tokenizer() -> None:
     for one in (tokenizer, bare):
         one.use_template(TemplateOptions(source="<{{ messages[0].content }}>"))
         assert one.render([Message("user", "hi")]) == "<hi>"
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("setting", [True, False, None])
+def test_an_end_token_is_missing_if_only_the_settings_add_it(tmp_path: Path, added: bool, setting: bool | None) -> None:
+    raw = json.loads(tokenizer_file("pico").read_text())
+    if added:
+        token = {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}
+        template = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}]
+        raw["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": template,
+            "pair": template,
+            "special_tokens": {"<|im_end|>": token},
+        }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMES["pico"], "add_eos_token": setting}))
+    tokenizer = Tokenizer.load(tmp_path, ROWS["pico"])
+    assert tokenizer.missing_eos == ((2,) if setting and not added else ())
