@@ -95,7 +95,7 @@ class OpenedModel:
 
         prompt: the name of the model's prompt; dimensions: the number of values to keep; first: the number of the first
         text in messages. Raises ModelError for a model that computes no embeddings, UsageError for a text that is too
-        long and for an unknown prompt.
+        long, an unknown prompt, and more dimensions than there are.
         """
         import torch
 
@@ -109,6 +109,8 @@ class OpenedModel:
         except KeyError:
             known = ", ".join(embedder.spec.prompts) or "none"
             raise UsageError(f"the model has no prompt {prompt!r:.60}", f"it has: {known}") from None
+        if dimensions is not None and dimensions > embedder.size:
+            raise UsageError(f"{dimensions} dimensions: the vectors of this model have {embedder.size} values")
         numbers: list[int] = []
         vectors: dict[int, Tensor] = {}
         states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"

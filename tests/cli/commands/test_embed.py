@@ -64,6 +64,7 @@ def test_a_bidirectional_model_embeds_and_does_not_generate(mycli: Mycli, tmp_pa
         ((), "a\n\nb", 2, "line 2 is empty"),
         ((), "a " * 600, 2, "text 1: the prompt has"),
         (("--prompt", "nosuch"), "a", 2, "it has: query, document"),
+        (("--dimensions", "65"), "a", 2, "65 dimensions: the vectors of this model have 64 values"),
         (("-o", "vectors.txt"), "a", 2, "not a .npy file"),
     ],
 )
