@@ -145,7 +145,11 @@ def _pooling(folder: Path, hidden_size: int) -> tuple[PoolingMode, ...]:
     if raw.has("pooling_mode"):
         names = raw.values["pooling_mode"]
         names = [names] if isinstance(names, str) else names
-        known: dict[str, PoolingMode] = {"weightedmean": "weighted_mean", "lasttoken": "last"}
+        known: dict[str, PoolingMode] = {
+            "mean_sqrt_len_tokens": "mean_sqrt_len",
+            "weightedmean": "weighted_mean",
+            "lasttoken": "last",
+        }
         modes = tuple(known.get(name, name) for name in names) if isinstance(names, list) else ()
         if not modes or not all(mode in get_args(PoolingMode) for mode in modes):
             raise raw.fail("pooling_mode", f"= {names!r:.60} is not supported")
@@ -163,6 +167,11 @@ def _dense(folder: Path, width: int) -> DenseSpec:
     activation: Any = raw.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in get_args(DenseActivation):
         raise raw.fail("activation_function", f"= {activation!r:.60} is not supported")
+    if raw.boolean("use_residual", False):
+        raise raw.fail("use_residual", "= true is not supported")
+    for key in ("module_input_name", "module_output_name"):
+        if raw.text(key, "sentence_embedding") != "sentence_embedding":
+            raise raw.fail(key, f"= {raw.text(key)!r:.60} is not supported")
     path = folder / "model.safetensors"
     return DenseSpec(path, width, raw.integer("out_features", high=1 << 20), raw.boolean("bias", True), activation)
 

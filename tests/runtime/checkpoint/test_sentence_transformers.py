@@ -63,3 +63,18 @@ def test_a_reranker_keeps_its_head_and_has_no_vectors(tmp_path: Path, false: int
     assert read_embedding_spec(tmp_path, 8) is None and read_score_spec(tmp_path) == ScoreSpec(9693, false)
     folder = open_model_folder(tmp_path)
     assert folder.embedding is None and not folder.config.tie_embeddings
+
+
+def test_a_pooling_mode_has_the_name_of_its_library(tmp_path: Path) -> None:
+    modes = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+    spec = _read(tmp_path, {"in_features": 48, "out_features": 4}, pooling_mode=modes)
+    assert spec.pooling == ("cls", "max", "mean", "mean_sqrt_len", "weighted_mean", "last")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_residual", True), ("module_input_name", "token_embeddings"), ("module_output_name", "scores")],
+)
+def test_a_dense_layer_that_computes_something_else_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"{key} = .* is not supported"):
+        _read(tmp_path, {"in_features": 8, "out_features": 8, key: value})
