@@ -107,6 +107,7 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
             raise ModelError(f"{path}: module {kind!r:.60} is not supported in place {position}")
     if not pooling:
         raise ModelError(f"{path}: has no Pooling module")
+    _check_inputs(folder / "sentence_bert_config.json")
     prompts, default = _prompts(folder / "config_sentence_transformers.json")
     return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default)
 
@@ -174,6 +175,13 @@ def _dense(folder: Path, width: int) -> DenseSpec:
             raise raw.fail(key, f"= {raw.text(key)!r:.60} is not supported")
     path = folder / "model.safetensors"
     return DenseSpec(path, width, raw.integer("out_features", high=1 << 20), raw.boolean("bias", True), activation)
+
+
+def _check_inputs(path: Path) -> None:
+    raw = read_object(path) if path.is_file() else Fields({}, str(path))
+    # With it the library renders every text by the chat template, as for Qwen3-VL-Embedding.
+    if "message" in raw.object("modality_config").values:
+        raise raw.fail("modality_config", "has 'message': texts within a chat template are not supported")
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:

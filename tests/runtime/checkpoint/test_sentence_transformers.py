@@ -78,3 +78,15 @@ def test_a_pooling_mode_has_the_name_of_its_library(tmp_path: Path) -> None:
 def test_a_dense_layer_that_computes_something_else_is_refused(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ModelError, match=f"{key} = .* is not supported"):
         _read(tmp_path, {"in_features": 8, "out_features": 8, key: value})
+
+
+def test_texts_within_a_chat_template_are_refused(tmp_path: Path) -> None:
+    """As of Qwen3-VL-Embedding."""
+    dense = {"in_features": 8, "out_features": 8}
+    config = tmp_path / "sentence_bert_config.json"
+    text = {"method": "forward", "method_output_name": "last_hidden_state"}
+    config.write_text(json.dumps({"max_seq_length": 512, "modality_config": {"text": text}}))
+    _read(tmp_path, dense)
+    config.write_text(json.dumps({"modality_config": {"text": text, "message": {**text, "format": "structured"}}}))
+    with pytest.raises(ModelError, match=r"sentence_bert_config\.json: modality_config has 'message'"):
+        read_embedding_spec(tmp_path, 8)
