@@ -29,7 +29,7 @@ VARIANTS = ()
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
 _WORD = 32
-_EXPERTS = {"afmoe": "experts", "dots1": "experts"}  # mlx-lm's other name of `switch_mlp`
+_EXPERTS = {"afmoe": "experts", "dots1": "experts", "gpt_oss": "experts"}  # mlx-lm's other name of `switch_mlp`
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
@@ -40,6 +40,8 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         raise ModelError(f"{folder.config.model_type}: MLX stores its convolutions differently", "")
     if any(expert.gated and len(expert.gate_up) == 1 for expert in _first_experts(folder.config)):
         raise ModelError(f"{folder.config.model_type}: MLX stores gate and up of its experts apart", "")
+    if folder.config.model_type == "llama4_text" and any(_first_experts(folder.config)):
+        raise ModelError("llama4_text: mlx-lm loads it without experts only", "")
     dtype = torch_dtype(folder.config.dtype)
     groups = {name: _group(weights, name) for name in weights.linears if weights.packing(name) is not None}
     shapes, written = dict(folder.config.tensors()), _written(folder.config)

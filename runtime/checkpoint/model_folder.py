@@ -79,7 +79,7 @@ class ModelFolder:
         remote: the tensors of a model whose weights are not in `path`.
         """
         part, files, tensors = TextPart.from_config(raw), None, remote
-        if part.head_by_files and tensors is None and path is not None and _has_weights(path):
+        if part.depends_on_files and tensors is None and path is not None and _has_weights(path):
             files = Manifest.open(path)
             tensors = files.tensors
         if tensors is not None:

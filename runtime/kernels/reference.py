@@ -148,7 +148,16 @@ def xielu(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
     """(up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7."""
     # gate_up [..., 2 * size], gate and up alternating, to [..., size].
-    gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
+    return _clamped_swiglu(gate_up[..., ::2], gate_up[..., 1::2])
+
+
+def swiglu_halves(gate_up: Tensor) -> Tensor:
+    """`clamped_swiglu` of gate_up [..., 2 * size] with all of gate before up."""
+    return _clamped_swiglu(*gate_up.chunk(2, dim=-1))
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 

@@ -27,6 +27,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
+    native_swiglu_halves,
     native_weigh_rows,
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
@@ -114,6 +115,7 @@ ACTIVATION: Mapping[tuple[str, bool], Operation[[Tensor], Tensor]] = {
     ("silu", True): Operation("SiLU", (native_silu_multiply, reference.silu_multiply)),
     ("gelu_tanh", True): Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
     ("swiglu_clamped", True): Operation("clamped SwiGLU", (native_clamped_swiglu, reference.clamped_swiglu)),
+    ("swiglu_halves", True): Operation("clamped SwiGLU of halves", (native_swiglu_halves, reference.swiglu_halves)),
     ("relu2", True): Operation("gated squared ReLU", (native_relu_square_multiply, reference.relu_square_multiply)),
     ("gelu_tanh", False): Operation("GELU without a gate", (native_gelu, reference.gelu)),
     ("relu2", False): Operation("squared ReLU", (reference.relu_square,)),

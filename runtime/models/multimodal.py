@@ -4,7 +4,7 @@ Other code sees a plain text model, as if the folder contained nothing else.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,11 @@ TEXT_PARTS: dict[str, str] = {
 }
 # The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
 MULTIMODAL = "multimodal"
+# The key, set from the files, of models whose experts have gate and up apart: transformers joins them in two families,
+# llm-compressor and mlx-lm take them apart.
+SEPARATE_EXPERTS = "separate_gate_up"
+_JOINED_EXPERTS = ("gpt_oss", "llama4_text")
+_SEPARATE = re.compile(r"\.(experts|switch_mlp)\.([0-9]+\.)?gate_proj\.")
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nemotron as published
 # Omni models: this part of the config has the section, and its tensors the prefix `thinker.`.
 _THINKER = "thinker_config"
@@ -225,6 +230,11 @@ class TextPart:
     outer_type: str | None = None
     head_by_files: bool = False
 
+    @property
+    def depends_on_files(self) -> bool:
+        """Return whether `with_tensors` may change the config."""
+        return self.head_by_files or self.config.values.get("model_type") in _JOINED_EXPERTS
+
     @classmethod
     def from_config(cls, raw: Fields) -> "TextPart":
         """Return the text model of a parsed config.json."""
@@ -261,12 +271,16 @@ class TextPart:
         values |= {key: _renamed(values[key]) for key in ("quantization_config", "quantization") if key in values}
         return cls(Fields(values, raw.source), outer_type, head_by_files)
 
-    def with_tensors(self, names: Iterable[str]) -> "TextPart":
-        """Return this part with its head tied if that depends on the tensors in the files and none of these is one."""
-        if not self.head_by_files:
+    def with_tensors(self, names: Collection[str]) -> "TextPart":
+        """Return this part with what the tensors in the files decide: a tied head, and gate and up of experts apart."""
+        if not self.depends_on_files:
             return self
-        tied = not any((self.local_name(name) or "").startswith("lm_head.") for name in names)
-        return replace(self, config=Fields({**self.config.values, _TIE: tied}, self.config.source))
+        values = {key: value for key, value in self.config.values.items() if key != SEPARATE_EXPERTS}
+        if self.head_by_files:
+            values[_TIE] = not any((self.local_name(name) or "").startswith("lm_head.") for name in names)
+        if values.get("model_type") in _JOINED_EXPERTS and any(_SEPARATE.search(name) for name in names):
+            values[SEPARATE_EXPERTS] = True
+        return replace(self, config=Fields(values, self.config.source))
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor of the folder; None for tensors of other parts."""

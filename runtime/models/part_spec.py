@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Shape = tuple[int, ...]
-# xielu has parameters and no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate.
-ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped", "xielu"]
+# xielu has parameters and no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate; swiglu_halves is the same
+# function of all rows of gate before those of up.
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped", "swiglu_halves", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
@@ -339,6 +340,6 @@ class MlpSpec:
             return self.norm
         if self.inner_norm is not None:
             return self.inner_norm
-        # The input of down is linear in a row of up only with a gate; swiglu_clamped clamps up too.
-        linear_in_up = self.gated and self.activation != "swiglu_clamped"
+        # The input of down is linear in a row of up only with a gate; those of gpt-oss clamp up too.
+        linear_in_up = self.gated and self.activation not in ("swiglu_clamped", "swiglu_halves")
         return OutputRows("gate_up", self.size, 1, 1, self.size) if linear_in_up else None

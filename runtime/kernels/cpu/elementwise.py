@@ -35,6 +35,7 @@ GATE_TYPES = {
     ("swiglu_clamped", True): 3,
     ("relu2", True): 4,
     ("gelu_tanh", False): 5,
+    ("swiglu_halves", True): 6,
 }
 
 
@@ -136,6 +137,11 @@ def native_gelu(x: Tensor) -> Tensor | Declined:
 def native_clamped_swiglu(gate_up: Tensor) -> Tensor | Declined:
     """`reference.clamped_swiglu`: gate_up [..., 2 * size], gate and up alternating, to [..., size]."""
     return _gate(gate_up, "swiglu_clamped")
+
+
+def native_swiglu_halves(gate_up: Tensor) -> Tensor | Declined:
+    """`reference.swiglu_halves`; shapes as in `native_silu_multiply`."""
+    return _gate(gate_up, "swiglu_halves")
 
 
 def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | Declined:

@@ -7,6 +7,7 @@ from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, read_expert_counts
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.multimodal import SEPARATE_EXPERTS
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
@@ -23,10 +24,11 @@ _ENDINGS = ("blocks", "scales", "bias")
 
 @dataclass(frozen=True)
 class GptOssLayers:
-    """Builds the layers."""
+    """Builds the layers. separate: gate and up of an expert are two linears."""
 
     count: int
     top_k: int
+    separate: bool
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         llama, prefix = llama_layer(config, index), f"model.layers.{index}"
@@ -39,13 +41,14 @@ class GptOssLayers:
     def _experts(self, mlp: MlpSpec, config: ModelConfig, block: str) -> ExpertsSpec:
         size, hidden = config.intermediate_size, config.hidden_size
         names = [f"{block}.experts.{expert}" for expert in range(self.count)]
+        gate_up = (("gate_proj", size), ("up_proj", size)) if self.separate else (("gate_up_proj", 2 * size),)
         experts = tuple(
             MlpSpec(
                 size,
                 None,
-                (LinearSpec(f"{name}.gate_up_proj", 2 * size, hidden, bias=True),),
+                tuple(LinearSpec(f"{name}.{linear}", rows, hidden, bias=True) for linear, rows in gate_up),
                 LinearSpec(f"{name}.down_proj", hidden, size, bias=True),
-                activation="swiglu_clamped",
+                activation="swiglu_halves" if self.separate else "swiglu_clamped",
             )
             for name in names
         )
@@ -76,5 +79,5 @@ def read(raw: Fields) -> ModelConfig:
         **fields,
         **hf_config.attention_biases(raw, default=True),
         windows=hf_config.layer_windows(raw, slides),
-        build_layer=GptOssLayers(count, top_k),
+        build_layer=GptOssLayers(count, top_k, raw.boolean(SEPARATE_EXPERTS, False)),
     )

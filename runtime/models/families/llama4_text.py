@@ -8,6 +8,7 @@ from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, re
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, StackSpec
 from mycli.runtime.models.families.smollm3 import rotating_layers
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.multimodal import SEPARATE_EXPERTS
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, RopeScaling, RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
@@ -16,12 +17,16 @@ _NAMES = ExpertNames("feed_forward", router="router", shared_gate=None)
 
 @dataclass(frozen=True)
 class Llama4Layers:
-    """Builds the layers. chunks: of each layer, None for full attention; dense_size: of layers without experts."""
+    """Builds the layers. chunks: of each layer, None for full attention; dense_size: of layers without experts.
+
+    separate: gate and up of an expert are two linears.
+    """
 
     mixture: MoeLayers
     dense_size: int
     chunks: tuple[int | None, ...]
     head_norms: bool
+    separate: bool
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         llama = llama_layer(config, index, intermediate_size=self.dense_size)
@@ -37,7 +42,10 @@ class Llama4Layers:
         )
         mlp = replace(mlp, gate_up=(gate, up), down=replace(mlp.down, name=f"{prefix}.down_proj"))
         layer = self.mixture.replace_mlp(replace(llama, mixer=attention, mlp=mlp), config)
-        return replace(layer, mlp=self._stacked(layer.mlp, prefix)) if isinstance(layer.mlp, ExpertsSpec) else layer
+        if not isinstance(layer.mlp, ExpertsSpec):
+            return layer
+        experts = replace(layer.mlp, weigh_inputs=True)
+        return replace(layer, mlp=experts if self.separate else self._stacked(experts, prefix))
 
     # Checkpoints stack the transposed weights of all experts, with the columns of gate before those of up.
     def _stacked(self, spec: ExpertsSpec, prefix: str) -> ExpertsSpec:
@@ -50,7 +58,7 @@ class Llama4Layers:
             StackSpec(f"{prefix}.experts.{linear}", tuple(f"{name}.{linear}.weight" for name in names), transposed=True)
             for linear in ("gate_up_proj", "down_proj")
         )
-        return replace(spec, experts=tuple(experts), stacks=stacks, weigh_inputs=True)
+        return replace(spec, experts=tuple(experts), stacks=stacks)
 
 
 def _sparse(raw: Fields, layers: int) -> frozenset[int]:
@@ -100,5 +108,6 @@ def read(raw: Fields) -> ModelConfig:
             raw.integer("intermediate_size_mlp", 16384),
             tuple(chunk if chunks else None for chunks in chunked),
             raw.boolean("use_qk_norm", True),
+            raw.boolean(SEPARATE_EXPERTS, False),
         ),
     )

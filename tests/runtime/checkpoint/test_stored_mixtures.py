@@ -79,6 +79,10 @@ def mlx(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, T
         else:
             packed[name] = read[name] = tensor
     for base, members in stacks.items():
+        if base.endswith(".bias"):
+            packed[base] = torch.stack([dense[name] for name in members])
+            read |= {name: dense[name] for name in members}
+            continue
         bits = 8 if base.endswith("down_proj") else 4
         settings |= {base: {"group_size": 32, "bits": 8}} if bits == 8 else {}
         parts, values = affine(torch.stack([dense[name] for name in members]), bits)
@@ -136,6 +140,67 @@ def test_a_mixture_answers_as_with_the_weights_themselves(store: Store, family: 
     assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
 
 
+def take_apart(dense: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Split gate and up of each expert, of which the rows alternate in gpt-oss."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in dense.items():
+        head, linear, ending = name.partition("gate_up_proj")
+        halves = (tensor[::2], tensor[1::2]) if family == "gpt_oss" else tensor.chunk(2)
+        names = (f"{head}gate_proj{ending}", f"{head}up_proj{ending}") if linear else (name,)
+        result |= zip(names, (half.clone() for half in (halves if linear else (tensor,))), strict=True)
+    return result
+
+
+def compressed(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """Store as llm-compressor's FP8-dynamic: linear layers other than the router and the head, a scale for each row."""
+    packed: dict[str, Tensor] = {}
+    read: dict[str, Tensor] = {}
+    for name, tensor in dense.items():
+        if tensor.ndim != 2 or "router" in name or name in ("lm_head.weight", "model.embed_tokens.weight"):
+            packed[name] = read[name] = tensor
+            continue
+        scale = tensor.abs().amax(1, keepdim=True) / 448
+        packed[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        packed[f"{name}_scale"] = scale
+        read[name] = packed[name].float() * scale
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "format": "float-quantized", "weights": weights}
+    section = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    return packed, read, {"quantization_config": {**section, "ignore": ["re:.*router", "lm_head"]}}
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
+@pytest.mark.parametrize("store", [mlx, compressed])
+def test_gate_and_up_apart_answer_as_joined(store: Store, family: str, tmp_path: Path) -> None:
+    """llm-compressor and mlx-lm take apart what transformers joins."""
+
+    def apart(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        packed, values, section = store(names, take_apart(dense, family))
+        if store is mlx:
+            packed = {name.replace("switch_mlp", "experts"): tensor for name, tensor in packed.items()}
+            keys = section["quantization"]
+            section = {"quantization": {key.replace("switch_mlp", "experts"): value for key, value in keys.items()}}
+        read: dict[str, Tensor] = {}
+        for name, tensor in dense.items():
+            halves = list(take_apart({name: tensor}, family))
+            if len(halves) == 1:
+                read[name] = values[name]
+            elif family == "gpt_oss":
+                read[name] = torch.stack([values[half] for half in halves], 1).flatten(0, 1)
+            else:
+                read[name] = torch.cat([values[half] for half in halves])
+        return packed, read, section
+
+    write_folders(apart, family, tmp_path, num_local_experts=EXPERTS)
+    folders = [open_model_folder(tmp_path / name) for name in ("packed", "dense")]
+    actual, expected = (load_model(folder, CPU).model for folder in folders)
+    assert isinstance(actual, Transformer) and isinstance(expected, Transformer)
+    assert len(folders[0].packings) > 3 * EXPERTS and not folders[1].packings
+    tokens = torch.arange(12).view(1, 12)
+    logits = whole(expected, tokens)
+    assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
+
+
 def export_to_mlx(source: Path, target: Path) -> None:
     request = ExportRequest(Source(str(source), source, "", ""), open_model_folder(source), target, requantize=True)
     module, _ = find_export_target("mlx")
@@ -148,6 +213,27 @@ def test_an_export_to_mlx_needs_gate_and_up_apart(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="gate and up"):
         export_to_mlx(tmp_path / "packed", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
+def test_an_export_to_mlx_of_gate_and_up_apart(family: str, tmp_path: Path) -> None:
+    """mlx-lm loads gpt-oss so; its Llama 4 of text alone has no experts."""
+
+    def apart(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        packed, _, section = mlx(names, take_apart(dense, family))
+        return packed, dense, section
+
+    write_folders(apart, family, tmp_path, num_local_experts=EXPERTS)
+    if family == "llama4_text":
+        with pytest.raises(ModelError, match="without experts"):
+            export_to_mlx(tmp_path / "packed", tmp_path / "exported")
+        return
+    export_to_mlx(tmp_path / "packed", tmp_path / "exported")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "exported"))
+    before = {name.replace("switch_mlp", "experts"): tensor for name, tensor in before.items() if "switch_mlp" in name}
+    assert len(before) == 12
+    for name, tensor in before.items():
+        assert torch.allclose(tensor.double(), after[name].double(), rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels import reference
-from mycli.runtime.kernels.cpu.elementwise import native_clamped_swiglu
+from mycli.runtime.kernels.cpu.elementwise import native_clamped_swiglu, native_swiglu_halves
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
@@ -217,3 +217,8 @@ def test_clamped_swiglu_is_the_twin(dtype: str) -> None:
     torch.testing.assert_close(found, reference.clamped_swiglu(given), rtol=step, atol=step * 1e-2)
     given[3, 5] = torch.nan
     assert native_clamped_swiglu(given)[3].isnan().sum() == 1
+    halves = torch.cat((given[:, ::2], given[:, 1::2]), 1)
+    for swiglu_halves in (native_swiglu_halves, reference.swiglu_halves):
+        torch.testing.assert_close(
+            swiglu_halves(halves), native_clamped_swiglu(given), rtol=step, atol=step * 1e-2, equal_nan=True
+        )

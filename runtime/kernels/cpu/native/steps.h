@@ -91,7 +91,7 @@ inline void norm_row(const Norm& n, int64_t row) {
 }
 
 // Mirrored by elementwise.py; RELU_SQUARE and GELU_TANH_ALONE have no gate.
-enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE, SWIGLU_CLAMPED, GATED_RELU_SQUARE, GELU_TANH_ALONE };
+enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE, SWIGLU_CLAMPED, GATED_RELU_SQUARE, GELU_TANH_ALONE, SWIGLU_HALVES };
 inline int64_t gate_inputs(int32_t gate_type, int64_t size) {
     return gate_type == RELU_SQUARE || gate_type == GELU_TANH_ALONE ? size : 2 * size;
 }
@@ -125,20 +125,28 @@ inline V16 relu_square(V16 v) {
 template <class T, class Active> inline void activate_row(const T* x, int64_t size, T* y, Active active) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)));
 }
-// (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7; gate and up alternate. NaN stays NaN.
+// (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7. NaN stays NaN.
+template <class T> inline V16 clamped_swiglu(V16 gate, V16 up, const T* x) {
+    const V16 one = V16{} + 1.0f, most = V16{} + 7.0f;
+    const V16 low = gate > most ? most : gate, within = up > most ? most : up < -most ? -most : up;
+    const V16 open = rounded_as(times_sigmoid(one, rounded_as(low * 1.702f, x)), x);
+    return rounded_as(within + 1.0f, x) * rounded_as(low * open, x);
+}
+// The same of a row in which gate and up alternate.
 template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
     const I16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    const V16 one = V16{} + 1.0f, most = V16{} + 7.0f;
     for (int64_t i = 0; i < size; i += LANE) {
         const V16 first = load16(x + 2 * i), second = load16(x + 2 * i + LANE);
         const V16 gate = __builtin_shuffle(first, second, even), up = __builtin_shuffle(first, second, even + 1);
-        const V16 low = gate > most ? most : gate, within = up > most ? most : up < -most ? -most : up;
-        const V16 open = rounded_as(times_sigmoid(one, rounded_as(low * 1.702f, x)), x);
-        store16(y + i, rounded_as(within + 1.0f, x) * rounded_as(low * open, x));
+        store16(y + i, clamped_swiglu(gate, up, x));
     }
+}
+template <class T> inline void clamped_halves(const T* x, int64_t size, T* y) {
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, clamped_swiglu(load16(x + i), load16(x + size + i), x));
 }
 template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {
     if (gate_type == SWIGLU_CLAMPED) return clamped_row(x, size, y);
+    if (gate_type == SWIGLU_HALVES) return clamped_halves(x, size, y);
     if (gate_type == RELU_SQUARE) return activate_row(x, size, y, relu_square);
     if (gate_type == GELU_TANH_ALONE) return activate_row(x, size, y, gelu_tanh);
     if (gate_type == GATED_RELU_SQUARE) return gate_row(x, x + size, size, y, relu_square);
