@@ -58,6 +58,21 @@ _STRATEGIES = {
     MXFP8: ("group",),
 }
 _GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
+_NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_INT8_WEIGHTS = {"num_bits": 8, "strategy": "channel"}
+_FP8_WEIGHTS = {"num_bits": 8, "type": "float"}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "W8A8": _INT8_WEIGHTS,
+    "INT8": _INT8_WEIGHTS,
+    "FP8": {**_FP8_WEIGHTS, "strategy": "tensor"},
+    "FP8_DYNAMIC": {**_FP8_WEIGHTS, "strategy": "channel"},
+    "FP8_BLOCK": {**_FP8_WEIGHTS, "strategy": "block", "block_structure": [128, 128]},
+    **dict.fromkeys(("NVFP4", "NVFP4A16"), _NVFP4_WEIGHTS),
+    **dict.fromkeys(
+        ("MXFP4", "MXFP4A16", "MXFP4XFP8"), {**_FP8_WEIGHTS, "num_bits": 4, "strategy": "group", "group_size": 32}
+    ),
+    **dict.fromkeys(("MXFP8", "MXFP8A16"), {**_FP8_WEIGHTS, "strategy": "group", "group_size": 32}),
+}
 READABLE = f"compressed-tensors of {', '.join(_DIALECTS)}, 2 to 8 bits"
 # Parameters of activations and of the cache: neither is quantized here. A cache's scale was first called that of the
 # output of k_proj and v_proj.
@@ -102,8 +117,30 @@ def _check_weights(weights: Fields, dialect: str, bits: int, strategy: str) -> N
             raise weights.fail(key, f"= {weights.values.get(key)!r:.40} is not supported", f"readable: {READABLE}")
 
 
+def _preset_weights(name: str) -> dict[str, Any] | None:
+    # As compressed-tensors 0.18; what activations are is not read.
+    name = name.upper()
+    if name in _PRESETS:
+        return _PRESETS[name]
+    match = re.fullmatch(r"W([2-8])A(4|8|16|FP8|16_ASYM)", name)
+    if match is None:
+        return None
+    return {"num_bits": int(match[1]), "strategy": "group", "group_size": 128, "symmetric": match[2] != "16_ASYM"}
+
+
+def _group(groups: Fields, name: str) -> Fields:
+    # A group may be the name of a preset and the list of its targets.
+    weights = _preset_weights(name) if isinstance(groups.values[name], list) else None
+    if weights is None:
+        return groups.object(name)
+    return Fields({"targets": groups.values[name], "weights": weights}, groups.source)
+
+
 def _packing(section: Fields, group: Fields) -> Packing:
     weights = group.object("weights")
+    # compressed-tensors reads the names of its enumerations in any case.
+    lowered = {key: value.lower() for key, value in weights.values.items() if isinstance(value, str)}
+    weights = Fields({**weights.values, **lowered}, weights.source)
     dialect = _dialect(section, group, weights)
     bits, size = weights.integer("num_bits", 8, high=16), weights.integer("group_size", -1, low=-1, high=1 << 20)
     default = ("tensor_group" if dialect == NVFP4 else "group") if size > 0 else "tensor"
@@ -158,7 +195,7 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
             raise section.fail(key, "is not supported", f"readable: {READABLE}")
     groups: list[tuple[list[str], Packing]] = []
     for name in section.object("config_groups").values:
-        group = section.object("config_groups").object(name)
+        group = _group(section.object("config_groups"), name)
         if group.has("weights"):  # else it is about activations or the cache of an attention
             groups.append((group.array("targets", str), _packing(section, group)))
     if not groups:

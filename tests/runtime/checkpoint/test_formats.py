@@ -1,10 +1,12 @@
 """Test `quantization_config`: written as engines expect it, read back unchanged, refused by name otherwise (B14)."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from mycli.runtime.checkpoint.formats import read_quantization
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
@@ -146,6 +148,28 @@ def test_the_block_of_bitsandbytes_follows_from_the_number_of_scales() -> None:
 
 def test_no_section_is_no_quantization() -> None:
     assert read_quantization(Fields({}, "config.json"), CONFIG) == {}
+
+
+PRESETS = {name for name in PRESET_SCHEMES if not name.startswith(("MXFP6", "UNQUANTIZED"))}
+PRESET_FORMATS = {"W8A8": "int-quantized", "INT8": "int-quantized", "FP8": "float-quantized"}
+PRESET_FORMATS |= {"FP8_DYNAMIC": "float-quantized", "FP8_BLOCK": "float-quantized"}
+PRESET_FORMATS |= {name: "nvfp4-pack-quantized" for name in PRESETS if name.startswith("NVFP4")}
+PRESET_FORMATS |= {name: "mxfp4-pack-quantized" for name in PRESETS if name.startswith("MXFP4")}
+PRESET_FORMATS |= {name: "mxfp8-quantized" for name in PRESETS if name.startswith("MXFP8")}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_what_compressed_tensors_makes_of_it(name: str) -> None:
+    section = {"quant_method": "compressed-tensors", "format": PRESET_FORMATS.get(name, "pack-quantized")}
+    section["ignore"] = ["lm_head"]
+    config = QuantizationConfig.model_validate({**section, "config_groups": {name: ["Linear"]}})
+    written = json.loads(config.model_dump_json())["config_groups"]
+    packings = read({**section, "config_groups": {name.lower(): ["Linear"]}})
+    assert packings == read({**section, "config_groups": written}) and len(packings) == len(ONE)
+    for group in written.values():
+        group["weights"]["strategy"] = group["weights"]["strategy"].upper()
+        group["weights"]["type"] = group["weights"]["type"].upper()
+    assert read({**section, "config_groups": written}) == packings
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
