@@ -11,7 +11,7 @@ from mycli.cli.command import Call, subject_of
 from mycli.cli.text.format import experts_in_memory
 from mycli.cli.text.progress import LINE_SECONDS
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, open_model_folder, with_older_section
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import Declined, NotFoundError
@@ -19,7 +19,7 @@ from mycli.runtime.hub.names import is_hub_name, split_file, split_name, split_q
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import OpenReport, add_adapter, open_model
-from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
+from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, Fields, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
@@ -148,7 +148,7 @@ def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) ->
 
 
 def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
-    """Open a model's folder; with `fetch`, of a model that is only on the hub config.json alone is downloaded."""
+    """Open a model's folder; with `fetch`, of a model that is only on the hub its configs alone are downloaded."""
     try:
         return open_model_folder(resolve(model, offline=call.offline).folder)
     except NotFoundError:
@@ -164,8 +164,15 @@ def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
 
             return fetch_gguf(hub, plan_download(hub, model))
         commit = hub.commit(repo, revision)
-        data = hub.read(repo, commit, "config.json", 0, MAX_JSON_BYTES + 1)
-    return ModelFolder.from_config(parse_object(data, f"{repo}: config.json"))
+
+        def read(name: str) -> Fields:
+            return parse_object(hub.read(repo, commit, name, 0, MAX_JSON_BYTES + 1), f"{repo}: {name}")
+
+        raw = with_older_section(
+            read("config.json"),
+            lambda: read(MODELOPT_CONFIG) if MODELOPT_CONFIG in hub.tree(repo, commit).values else None,
+        )
+    return ModelFolder.from_config(raw)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Opens a model by its path: a folder with config.json, or a GGUF file read as one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mycli.runtime.checkpoint.formats import Headers, is_quantized
@@ -21,16 +22,23 @@ def open_model_folder(path: Path, remote: Headers | None = None) -> ModelFolder:
         from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 
         return GgufFolder.open_file(path)
-    raw = read_object(path / "config.json")
-    if not is_quantized(raw):
-        raw = _with_older_section(raw, path)
+    record = path / MODELOPT_CONFIG
+    raw = with_older_section(
+        read_object(path / "config.json"), lambda: read_object(record) if record.is_file() else None
+    )
     return ModelFolder.from_config(raw, path, remote)
 
 
-def _with_older_section(raw: Fields, path: Path) -> Fields:
+def with_older_section(raw: Fields, read_modelopt: Callable[[], Fields | None]) -> Fields:
+    """Return config.json with the description of quantized weights that older programs store elsewhere.
+
+    read_modelopt: reads `MODELOPT_CONFIG`, None without that file; called only if config.json has no description.
+    """
+    if is_quantized(raw):
+        return raw
     # Where vLLM looks too: compressed-tensors first called the section otherwise.
     values = dict(raw.values)
     section = values.pop("compression_config", None)
-    if section is None and (path / MODELOPT_CONFIG).is_file():
-        section = {**read_object(path / MODELOPT_CONFIG).values, "quant_method": "modelopt"}
+    if section is None and (modelopt := read_modelopt()) is not None:
+        section = {**modelopt.values, "quant_method": "modelopt"}
     return raw if section is None else Fields({**values, "quantization_config": section}, raw.source)

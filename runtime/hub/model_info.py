@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, 
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, open_model_folder
+from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, open_model_folder, with_older_section
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
@@ -105,7 +105,12 @@ def check_supported(hub: Hub, plan: DownloadPlan) -> None:
         if split_file(plan.model)[1] is not None:
             folder: ModelFolder = fetch_gguf(hub, plan)
         elif "config.json" in files:
-            folder = ModelFolder.from_config(_read_object(hub, plan, files["config.json"]))
+            modelopt = files.get(MODELOPT_CONFIG)
+            raw = with_older_section(
+                _read_object(hub, plan, files["config.json"]),
+                lambda: None if modelopt is None else _read_object(hub, plan, modelopt),
+            )
+            folder = ModelFolder.from_config(raw)
         else:
             raise ModelError(f"{plan.repo} has no config.json")
         folder.packings  # noqa: B018  # raises for an unsupported layout of quantized weights

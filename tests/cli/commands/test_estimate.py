@@ -156,6 +156,22 @@ def test_a_model_of_the_hub_is_estimated_from_its_config_alone(
     assert "mycli pull org/model" in capsys.readouterr().err
 
 
+def test_a_model_of_modelopt_up_to_0_29_is_estimated_as_quantized(
+    server: HubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its weights are described outside of config.json; one without the description is dense."""
+    config = json.dumps(PUBLISHED["Llama-3.2-1B"]["config"]).encode()
+    record = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    files = {"config.json": config, "hf_quant_config.json": json.dumps(record).encode()}
+    server.add("org/fp8", files)
+    server.add("org/dense", {"config.json": config})
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    remote, dense = answer(capsys, "org/fp8"), answer(capsys, "org/dense")
+    assert remote["bytes"]["weights"] == answer(capsys, str(tmp_path))["bytes"]["weights"]
+    assert 2 * remote["bytes"]["weights"] == pytest.approx(dense["bytes"]["weights"], rel=0.02)
+
+
 def test_a_bad_config_of_the_hub_is_named(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.add("org/bad", {"config.json": b'{"model_type": "mamba"}'})
     server.add("org/huge", {"config.json": b" " * (2 << 20)})
