@@ -21,7 +21,7 @@ from mycli.runtime.models.generation_config import GenerationDefaults, read_gene
 from mycli.runtime.models.multimodal import MTP_PART, MtpPart, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.json_fields import Fields, read_object
+from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # describing a model needs none of these
@@ -42,6 +42,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
@@ -221,12 +222,14 @@ class ModelFolder:
 
     @property
     def has_tokenizer(self) -> bool:
-        return (self.path / "tokenizer.json").exists()
+        from mycli.runtime.tokenizer.tekken import tokenizer_file
+
+        return tokenizer_file(self.path).exists()
 
     def tokenizer_json(self) -> Fields:
-        from mycli.runtime.tokenizer.tokenizer import MAX_FILE_BYTES
+        from mycli.runtime.tokenizer.tokenizer import read_tokenizer
 
-        return read_object(self.path / "tokenizer.json", MAX_FILE_BYTES)
+        return read_tokenizer(self.path)[0]
 
     def tokenizer_settings(self) -> Fields:
         """Read tokenizer_config.json; empty if the file is missing."""

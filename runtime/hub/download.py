@@ -27,6 +27,7 @@ from mycli.runtime.hub.partial_file import PartialFile
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.store import MAX_INDEX_BYTES, HubFile
 from mycli.runtime.tokenizer.chat_template import TEMPLATE_FILE
+from mycli.runtime.tokenizer.tekken import TEKKEN_FILE
 from mycli.runtime.utils.files import disk_errors, locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
 from mycli.runtime.utils.units import human_bytes
@@ -91,6 +92,8 @@ def plan_download(hub: Hub, model: str) -> DownloadPlan:
         "config.json": "it cannot be used as a model",
         "tokenizer.json": "it can be measured, but not given text",
     }
+    if TEKKEN_FILE in names:
+        del effects["tokenizer.json"]
     warnings = [f"{repo} has no {name}: {effect}" for name, effect in effects.items() if name not in names]
     return replace(plan, warnings=tuple(warnings))
 

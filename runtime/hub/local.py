@@ -18,6 +18,7 @@ from mycli.runtime.hub.names import is_hub_name, is_path, split_file, split_name
 from mycli.runtime.hub.other_stores import StoredModel, stored_models
 from mycli.runtime.hub.resolve import named_file, resolve
 from mycli.runtime.hub.store import BUILT_IN, HubFile
+from mycli.runtime.tokenizer.tekken import tokenizer_file
 from mycli.runtime.utils.files import try_lock
 from mycli.runtime.utils.json_fields import read_object
 from mycli.runtime.utils.units import pluralize
@@ -116,7 +117,7 @@ def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
         open_model_folder(folder)
     except ModelError as error:
         return _refused(error)
-    return _load_problem(folder, "damaged: ") or _tokenizer_problem(folder / "tokenizer.json")
+    return _load_problem(folder, "damaged: ") or _tokenizer_problem(tokenizer_file(folder))
 
 
 def _adapter_problem(folder: Path) -> str:
@@ -142,7 +143,7 @@ def _tokenizer_problem(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, store.file_bytes(path) - 64))
         complete = file.read().rstrip().endswith(b"}")
-    return "" if complete else "damaged: tokenizer.json is cut off"
+    return "" if complete else f"damaged: {path.name} is cut off"
 
 
 def _real_files(folders: Iterable[Path]) -> set[str]:

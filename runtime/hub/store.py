@@ -17,6 +17,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, index_cou
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import DATASETS, GGUF, REPO, safe_name
+from mycli.runtime.tokenizer.tekken import TEKKEN_FILE
 from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.json_fields import Fields, read_object
 
@@ -27,7 +28,7 @@ RECORD = "mycli.json"  # written by `quantize`: scheme, sizes and hashes
 MAX_RECORD_BYTES = 16 << 20
 # Files a model needs besides config.json and the weights, if its commit holds them.
 ESSENTIAL = frozenset(
-    {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
+    {"tokenizer.json", TEKKEN_FILE, "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
 )
 # Both become file names in the cache, so anything else is refused.
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -146,6 +147,8 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
         needed = {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
     else:
         needed = {"config.json"} | (ESSENTIAL & names)
+        if "tokenizer.json" in names:
+            needed.discard(TEKKEN_FILE)
         if (folder / MODULES).exists():
             needed |= set(filter(MODULE_FILE.fullmatch, names))
         if (folder / INDEX).exists():

@@ -15,8 +15,8 @@ from mycli.runtime.errors import ModelError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    # GPT-2's table of characters for the 256 bytes.
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's table of characters for the 256 bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -51,7 +51,7 @@ class Detokenizer:
         for step in steps:
             kind = step.get("type")
             if kind == "ByteLevel" and len(steps) == 1:
-                self._bytes = _byte_alphabet()
+                self._bytes = byte_alphabet()
             elif kind == "Metaspace" and len(steps) == 1:
                 mark = str(step.get("replacement", "▁"))
                 self._replace.append((mark, " "))

@@ -88,8 +88,8 @@ def eos_token_ids(metadata: Fields) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    # Control and user-defined tokens, as `added_tokens` of a tokenizer.json.
+def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the control and user-defined tokens as `added_tokens` of a tokenizer.json."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": index, "content": text, **flags, "special": kind == CONTROL}
@@ -166,7 +166,8 @@ def _wrapping(metadata: Fields, tokens: Sequence[str], default_bos: bool) -> dic
     return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
 
 
-def _model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+def bpe_model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    """Return the section `model` of a tokenizer.json."""
     plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     flags = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     return {"type": "BPE", **plain, **flags, **options, "vocab": vocabulary, "merges": merges}
@@ -193,11 +194,11 @@ def _byte_level(metadata: Fields) -> dict[str, Any]:
     rule = pre_tokenizer(metadata)
     vocabulary = _vocabulary(metadata, tokens, types)
     return {
-        "added_tokens": _added(tokens, types),
+        "added_tokens": added_tokens(tokens, types),
         **rule.sections(),
         "post_processor": _wrapping(metadata, tokens, rule.add_bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _model(vocabulary, _stored_merges(metadata, vocabulary), ignore_merges=rule.ignore_merges),
+        "model": bpe_model(vocabulary, _stored_merges(metadata, vocabulary), ignore_merges=rule.ignore_merges),
     }
 
 
@@ -230,12 +231,12 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
         unknown = types.index(UNKNOWN)
     bos = metadata.text(ggml_key("model")) != "gemma4"  # its chat template writes bos, and its tokenizer.json adds none
     return {
-        "added_tokens": [token for token in _added(tokens, types) if token["content"] in vocabulary],
+        "added_tokens": [token for token in added_tokens(tokens, types) if token["content"] in vocabulary],
         "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefix else replace,
         "pre_tokenizer": cut if gemma else None,
         "post_processor": _wrapping(metadata, tokens, True) if bos else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(
+        "model": bpe_model(
             vocabulary,
             merges,
             unk_token=None if unknown is None else spelled[unknown],

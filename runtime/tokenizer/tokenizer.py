@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.tokenizer import tekken
 from mycli.runtime.tokenizer.backend import GuardedPipeline, Pipeline, is_trusted
 from mycli.runtime.tokenizer.chat_template import (
     ChatTemplate,
@@ -28,6 +29,7 @@ from mycli.runtime.utils.memory import gc_paused
 MAX_FILE_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 8 << 20
 MAX_TOKENS = 1 << 22
+SENTENCEPIECE = "tokenizer.model"
 MAX_ADDED = 100_000
 MAX_TEXT = 1 << 22  # characters per call; callers split longer texts
 
@@ -81,9 +83,31 @@ def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
     return added
 
 
+def read_tokenizer(folder: Path) -> tuple[Fields, bytes]:
+    """Return tokenizer.json, or tekken.json converted to it, parsed and as bytes. Raises ModelError."""
+    path = tekken.tokenizer_file(folder)
+    if not path.exists() and (folder / SENTENCEPIECE).is_file():
+        raise ModelError(
+            f"tokenizer.json: no such file in {folder}, only {SENTENCEPIECE} (SentencePiece)",
+            "write it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER);"
+            " or use a version of the model that has it",
+        )
+    data = read_bytes(path, MAX_FILE_BYTES)
+    with gc_paused():  # half of the parser's time: hundreds of thousands of small objects
+        raw = parse_object(data, path.name, MAX_FILE_BYTES)
+        if path.name == tekken.TEKKEN_FILE:
+            raw = Fields(tekken.tekken_to_json(raw), path.name)
+            data = json.dumps(raw.values, ensure_ascii=False).encode()
+    return raw, data
+
+
 def read_tokenizer_settings(folder: Path) -> Fields:
-    settings = folder / "tokenizer_config.json"
-    return read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
+    """Return tokenizer_config.json, empty without the file; with tekken.json, with the names of its special tokens."""
+    path = folder / "tokenizer_config.json"
+    settings = read_object(path, MAX_CONFIG_BYTES) if path.exists() else Fields({}, path.name)
+    if tekken.tokenizer_file(folder).name == tekken.TEKKEN_FILE:
+        settings = Fields({**tekken.SPECIAL_NAMES, **settings.values}, path.name)
+    return settings
 
 
 class Tokenizer:
@@ -118,14 +142,11 @@ class Tokenizer:
 
         Raises ModelError for damaged files, ids without an embedding row, duplicate ids (C3), unsupported decoders.
         """
-        path = folder / "tokenizer.json"
-        data = read_bytes(path, MAX_FILE_BYTES)
-        with gc_paused():  # half of the parser's time: hundreds of thousands of small objects
-            raw = parse_object(data, path.name, MAX_FILE_BYTES)
+        raw, data = read_tokenizer(folder)
         settings = read_tokenizer_settings(folder)
         return cls._checked(
             raw,
-            lambda: Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(path),
+            lambda: Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(folder / "tokenizer.json"),
             settings,
             ChatTemplate.load(folder, settings),
             vocab_size,
@@ -305,7 +326,10 @@ class Tokenizer:
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, arguments: Mapping[str, Any]
     ) -> ChatTemplate:
         if self.template is None:
-            raise ModelError("tokenizer_config.json: the model has no chat_template", code="continue-text")
+            raise ModelError(
+                "the model has no chat_template.jinja, and no chat_template in tokenizer_config.json",
+                code="continue-text",
+            )
         if not messages:
             raise UsageError("a conversation needs at least one message", "write a message first")
         self.template.check_arguments(arguments)

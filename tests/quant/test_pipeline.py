@@ -161,11 +161,13 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
     target = tmp_path / "out"
     (source.folder / "additional_chat_templates").mkdir()
     (source.folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (source.folder / "tekken.json").write_text("{}")
     make(source, target)
     make(source, target, overwrite=True)
     paths = [path for path in target.rglob("*") if path.is_file()]
     names = {path.relative_to(target).as_posix() for path in paths}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", record.CARD_FILE} <= names
+    assert "tekken.json" in names
     assert "README.md" not in names
     written = json.loads((target / record.CARD_FILE).read_text())
     assert written["schema_version"] == 1

@@ -1,9 +1,11 @@
 """Builds byte tokenizers for single tests."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+from mycli.runtime.tokenizer.split_patterns import TEKKEN
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import ROOT
 
@@ -29,3 +31,23 @@ def make(folder: Path, template: str | None = None, **changes: Any) -> Tokenizer
 def added(token_id: int, content: str, **changes: Any) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     return {"id": token_id, "content": content} | flags | changes
+
+
+def tekken(**changes: Any) -> dict[str, Any]:
+    """Return a tekken.json of 291 ids: 24 special tokens, 256 bytes, 11 joined tokens; 2 more tokens are not used."""
+    joined = (b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b"\xc3\xa9", b"aa", b"aaa", b"\r\n", b"qq", b"zz")
+    tokens = [*(bytes([value]) for value in range(256)), *joined]
+    return {
+        "config": {
+            "pattern": TEKKEN,
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": 291,
+            "default_num_special_tokens": 24,
+            "version": "v3",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+        **changes,
+    }

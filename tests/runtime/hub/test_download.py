@@ -246,6 +246,9 @@ def test_what_a_model_lacks_is_said(server: HubServer) -> None:
             f"{REPO} has no config.json",
             f"{REPO} has no tokenizer.json",
         ]
+        server.add(REPO, {"model.safetensors": WEIGHTS, "config.json": b"{}", "tekken.json": b"{}"})
+        plan = plan_download(connection, REPO)
+    assert not plan.warnings and "tekken.json" in {file.name for file in plan.files}
 
 
 def test_d1_too_little_space_is_known_before_the_start(

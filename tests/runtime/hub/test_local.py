@@ -35,6 +35,11 @@ def _cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
+def _cut_tekken(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tekken.json")
+    _cut(folder / "tekken.json", 0.7)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -49,8 +54,11 @@ def _cut(path: Path, share: float) -> None:
         (lambda folder: _cut(folder / "model.safetensors", 0), "damaged: model.safetensors: empty file"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
         (lambda folder: _cut(folder / "tokenizer.json", 0.7), "damaged: tokenizer.json is cut off"),
+        (lambda folder: (folder / "tokenizer.json").rename(folder / "tekken.json"), ""),
+        (_cut_tekken, "damaged: tekken.json is cut off"),
     ],
-    ids=["whole", "no-config", "family", "half-a-config", "cut-weights", "empty-weights", "no-tokenizer", "half-of-it"],
+    ids=["whole", "no-config", "family", "half-a-config", "cut-weights", "empty-weights", "no-tokenizer", "half-of-it"]
+    + ["tekken", "half-of-tekken"],
 )
 def test_a_model_that_cannot_answer_is_not_called_ready(change: Callable[[Path], object], problem: str) -> None:
     folder = data_dir() / "models" / "copy"
