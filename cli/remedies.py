@@ -43,7 +43,7 @@ REMEDIES: Mapping[str, str] = {
     # a prompt and its context
     "no-prompt": "give a prompt: mycli run {model} PROMPT; or chat: mycli chat {model}",
     "allow-special": "remove the control token from the text, or pass --allow-special",
-    "continue-text": "continue a text instead: mycli run {model} PROMPT",
+    "continue-text": "add --chat-template FILE, or continue a text instead: mycli run {model} PROMPT",
     "fewer-tokens-or-more-context": "use -n {tokens} or less, or a larger --ctx",
     "embedding-model": "for text: mycli run, with a generative model; for vectors: mycli embed, with modules.json",
     "fewer-beams": "use fewer beams, a smaller -n, or a larger --ctx; a server: a larger --max-sequences",

@@ -71,7 +71,7 @@ def chat(
     loaded = load_engine(call, model, config)
     template = loaded.model.tokenizer.template
     if template is None:
-        raise UsageError(f"{model} has no chat template", f"continue a text: mycli run {model} PROMPT")
+        raise UsageError(f"{model} has no chat template", code="continue-text")
     params = sampling.resolve(loaded.model.defaults)
     if call.out.interactive:
         try:

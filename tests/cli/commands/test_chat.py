@@ -361,6 +361,7 @@ def test_a_model_without_a_template_is_refused_with_what_to_do(mycli: Mycli, tmp
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     done = mycli("chat", str(folder), input="Hi\n")
     assert done.returncode == 2 and "no chat template" in done.stderr and "mycli run" in done.stderr
+    assert "add --chat-template FILE" in done.stderr
     assert mycli("run", str(folder), "Once upon a time", "-n", "4", "-q", "--device", "cpu").returncode == 0
 
 
