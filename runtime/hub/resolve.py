@@ -167,7 +167,10 @@ def _resolve_path(model: str) -> Source:
         listed = _listed([str(folder / name) for name in ggufs], 4)
         raise ModelError(f"{model}: GGUF files without config.json", f"give one: {listed}")
     if not is_adapter(folder):
-        raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
+        hint = "a model is a folder in the Hugging Face layout"
+        if (folder / "params.json").is_file():
+            hint += "; params.json is Mistral AI's own: use a version of the model with config.json"
+        raise ModelError(f"{model}: no config.json in this folder", hint)
     return Source(model, folder)
 
 

@@ -148,6 +148,8 @@ def test_a_folder_that_is_no_model_hides_nothing(folders: Path) -> None:
     (folders / "work" / "pico").mkdir()
     assert resolve("pico").folder.samefile(PICO)
     assert "no config.json" in failure("./pico").message
+    (folders / "work" / "pico" / "params.json").write_text("{}")
+    assert "use a version of the model with config.json" in failure("./pico").hint
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,15 @@ def test_a_cache_written_by_another_tool_has_no_record() -> None:
     assert resolve("org/tiny").folder == folder
     (folder / "model.safetensors").unlink()
     assert "missing model.safetensors" in failure("org/tiny").message
+
+
+@pytest.mark.parametrize(("others", "missing"), [((), ["tekken.json"]), (("tokenizer.json",), [])])
+def test_tekken_is_needed_where_it_is_the_only_tokenizer(others: tuple[str, ...], missing: list[str]) -> None:
+    folder = cached()
+    files = [HubFile(name, 1, "0" * 40) for name in ("config.json", "tekken.json", *others)]
+    for name in others:
+        (folder / name).write_text("{}")
+    assert missing_files(folder, files) == missing
 
 
 def test_dangling_link_is_missing(folders: Path) -> None:
