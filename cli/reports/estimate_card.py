@@ -133,7 +133,8 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
     limit = ", the model's limit" if answer["longest_context"] == config.max_context else ""
     space = answer["workspace_bytes"]
     states = memory.all_state_bytes(plan)
-    per_token = (nbytes["cache"] - states) // (plan.context * plan.batch) / 1024
+    # Not from the bytes of the cache: those are of whole blocks, many times as much for a short context.
+    per_token = sum(map(plan.token_bytes, range(config.layers))) / 1024
     recurrent = f"; {human_bytes(states)} recurrent states" if states else ""
     kind = "an 8-bit" if plan.prompt_copy == "fp8" else "a 16-bit"
     copies = human_bytes(prompt_copy_bytes(plan))

@@ -42,3 +42,13 @@ def test_the_weights_are_named_by_their_packings_or_their_dtype() -> None:
     plans = [replace(plan, packings=mixed), replace(plan, packings=names), replace(plan, dtype="float16"), plan]
     found = [EstimateSubject("pico", folder, each, target, PackingScheme()).scheme_name for each in plans]
     assert found == [f"int4-g64+{Packing(8, None).name}", "int4-g64", "float16", folder.config.dtype]
+
+
+def test_the_cache_of_a_token_does_not_depend_on_the_context() -> None:
+    """pico: keys and values of 6 layers with 2 heads of 64 in bf16; the cache itself has whole blocks."""
+    folder = open_model_folder(PICO)
+    for context, batch in ((2, 1), (100, 3), (2048, 1)):
+        plan = MemoryPlan(folder.config, context=context, batch=batch)
+        subject = EstimateSubject("pico", folder, plan, Target("cpu", "CPU", False, GIB), PackingScheme())
+        cache = dict(estimate_rows(subject, estimate_json(subject, None)))["KV cache"]
+        assert cache.endswith(f"({context} tokens x {batch}, 3.0 KiB per token)")
