@@ -18,10 +18,12 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     for spec in plan.config.layer_specs:
         if not isinstance(spec.mixer, AttentionSpec | LatentAttentionSpec):
             continue
-        window = source = None
+        window = chunk = source = None
         if spec.latent is None:
-            window, source = spec.attention.window, spec.attention.kv_source
-        cached += min(depth, window or depth) * plan.token_bytes(spec.index if source is None else source)
+            window, chunk, source = spec.attention.window, spec.attention.chunk, spec.attention.kv_source
+        # Of a chunk the last token reads the most, which is counted.
+        read = min(depth, window or depth, chunk or depth)
+        cached += read * plan.token_bytes(spec.index if source is None else source)
     # Of the per-layer table one row per sequence is read; the projections whole.
     per_layer = sum(table.in_features * plan.batch for table in plan.config.per_layer_linears()[:1])
     per_layer += sum(linear.out_features * linear.in_features for linear in plan.config.dense_linears())

@@ -133,6 +133,15 @@ def test_a_batch_shares_the_reading_of_weights_not_of_the_cache() -> None:
     )
 
 
+def test_chunked_attention_bounds_what_is_read() -> None:
+    """Llama 4 Scout: 36 of 48 layers read at most 8192 tokens, the others all."""
+    model = plan("Llama-4-Scout", context=131072)
+    token = 2 * 8 * 128 * 2
+    read = bytes_per_step(model, 131072) - bytes_per_step(model, 0)
+    assert read == token * (36 * 8192 + 12 * 131072)
+    assert bytes_per_step(model, 100) - bytes_per_step(model, 0) == token * 48 * 100
+
+
 def test_a_sliding_window_bounds_what_is_read_not_what_is_held() -> None:
     model = plan("Mistral-7B-v0.1", context=32768)
     assert bytes_per_step(model, 4096) == bytes_per_step(model, 32768)
