@@ -203,7 +203,9 @@ def estimate(
     gpu: Annotated[int | None, options.size("--gpu", "Estimate for a GPU with this much free memory.")] = None,
     bandwidth: Annotated[
         float | None,
-        options.option("--bandwidth", "X", "Memory bandwidth in GB/s.", min=0.001, show_default="this machine's"),
+        options.option(
+            "--bandwidth", "X", "Memory bandwidth in GB/s.", min=0.001, max=1_000_000, show_default="this machine's"
+        ),
     ] = None,
     tp: Annotated[
         int | None, options.option("--tp", "N", "Check whether vLLM can split it over N GPUs.", min=1)

@@ -96,6 +96,12 @@ def test_draft_batch_and_dtype_count(llama: str, capsys: pytest.CaptureFixture[s
     assert larger["draft"] == 4 * 5_770_496 + 4 * 2048 * 6 * 2 * 2 * 64 * 4, "a draft has the dtype of its target"
 
 
+def test_a_bandwidth_is_a_finite_number(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("inf", "nan", "0"):
+        assert call("pico", "--bandwidth", wrong) == ExitCode.USAGE
+        assert "--bandwidth must be" in capsys.readouterr().err
+
+
 def test_a_measured_bandwidth_is_used(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "pico")["ceiling_tokens_per_second"] == []
     record_bandwidth(state_dir, cpu_name(), 20)
