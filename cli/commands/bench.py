@@ -22,7 +22,7 @@ from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import weight_bytes
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, percent
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
@@ -41,7 +41,7 @@ def _milliseconds(*seconds: float | None) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+    return "" if share is None else percent(share)
 
 
 _COLUMNS = (
@@ -124,7 +124,7 @@ def _all_weight_bytes(loaded: int, partial: MemoryPlan | None) -> int:
 def _expert_reads(reads: "ExpertReads") -> str:
     rate = reads.gigabytes_per_second
     from_disk = "" if rate is None else f", {human_bytes(reads.nbytes)} read from disk at {rate:.2g} GB/s"
-    return f"{reads.hit_rate:.0%} of the experts used were in memory{from_disk}"
+    return f"{percent(reads.hit_rate)} of the experts used were in memory{from_disk}"
 
 
 def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:

@@ -22,6 +22,7 @@ from mycli.cli.reports.plot import require_svg, write_loads
 from mycli.runtime.diagnostics.serving_load import Load
 from mycli.runtime.errors import GateError, ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.utils.units import percent
 
 if TYPE_CHECKING:
     from mycli.runtime.diagnostics.completion_client import CompletionServer
@@ -68,7 +69,7 @@ _COLUMNS = (
     ),
     Column(
         "cache hits",
-        lambda row: f"{row['cached_tokens'] / row['prompt_tokens']:.0%}" if row["prompt_tokens"] else None,
+        lambda row: percent(row["cached_tokens"] / row["prompt_tokens"]) if row["prompt_tokens"] else None,
         right=True,
         priority=10,
     ),

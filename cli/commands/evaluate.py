@@ -16,7 +16,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.utils.units import pluralize
+from mycli.runtime.utils.units import percent, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import TokenWindows
@@ -51,12 +51,16 @@ def _divergence(field: str, heading: str, style: str = ".2g") -> Column:
     return Column(heading, text, right=True)
 
 
+def _same_top(row: dict[str, Any]) -> str | None:
+    return None if row["divergence"] is None else percent(row["divergence"]["same_top1"]["value"], 2)
+
+
 _DIVERGENCE_COLUMNS = (
     Column("perplexity", lambda row: f"{row['perplexity']['value']:.3f}", right=True),
     _divergence("kl", "KL mean", ".4g"),
     _divergence("kl_p99", "KL 99%"),
     _divergence("kl_max", "KL max"),
-    _divergence("same_top1", "same top", ".2%"),
+    Column("same top", _same_top, right=True),
 )
 _SWEEP_COLUMNS = (
     Column("kv", "kv"),

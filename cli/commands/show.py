@@ -22,7 +22,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.quantization.activations import read_activation_kl
 from mycli.runtime.quantization.head import read_head_kl
 from mycli.runtime.utils.json_fields import Fields
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, percent
 
 EXAMPLES = (
     "mycli show pico",
@@ -114,7 +114,7 @@ def _quality(info: ModelInfo) -> list[tuple[str, str]]:
     return [
         ("perplexity", f"{before:.4f} before, {after:.4f} after"),
         ("KL", f"mean {kl:.4g}, 99% below {p99:.4g}"),
-        ("same top token", f"{divergence.object('same_top1').number('value'):.2%}"),
+        ("same top token", percent(divergence.object("same_top1").number("value"), 2)),
         *call_rows(read_call_quality(info.record)),
         *head_rows(read_head_kl(info.record)),
         *activation_rows(read_activation_kl(info.record)),

@@ -20,7 +20,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import RECORD, state_dir
 from mycli.runtime.utils.files import write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, percent
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.planning.plan import QuantizationPlan
@@ -48,7 +48,7 @@ _COLUMNS = (
     Column("bits per weight", lambda row: f"{row['bits_per_weight']:.2f}", right=True, priority=4),
     Column("size", lambda row: human_bytes(row["bytes"]), right=True, priority=2),
     Column("KL", _kl, right=True, priority=3),
-    Column("same top token", lambda row: None if row["kl"] is None else f"{row['same_top1']:.1%}", True, 5),
+    Column("same top token", lambda row: None if row["kl"] is None else percent(row["same_top1"], 1), True, 5),
     Column("time", lambda row: None if row["seconds"] is None else duration(row["seconds"]), right=True, priority=6),
 )
 

@@ -10,7 +10,7 @@ from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import UserError
 from mycli.runtime.quantization.activations import MAX_ADDED_KL, MAX_MOVED_KL, ActivationKl
 from mycli.runtime.utils.sanitize import sanitize_json
-from mycli.runtime.utils.units import human_bytes, pluralize
+from mycli.runtime.utils.units import human_bytes, percent, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.calls.record import CallQuality
@@ -126,9 +126,9 @@ def call_rows(calls: "CallQuality | None") -> list[tuple[str, str]]:
     """Return the rows on tool calls; none if they were not measured."""
     if calls is None:
         return []
-    kinds = ", ".join(f"{name} {part.same_top1:.1%}" for name, part in calls.kinds.items())
+    kinds = ", ".join(f"{name} {percent(part.same_top1, 1)}" for name, part in calls.kinds.items())
     structure = calls.structure
-    rows = [("call tokens", f"KL {structure.kl:.2g}, same top token {structure.same_top1:.1%} ({kinds})")]
+    rows = [("call tokens", f"KL {structure.kl:.2g}, same top token {percent(structure.same_top1, 1)} ({kinds})")]
     if calls.before is not None and calls.after is not None:
         valid = f"{calls.before.valid} → {calls.after.valid} of {calls.prompts} prompts"
         rows.append(("valid calls", f"{valid}; as expected {calls.before.expected} → {calls.after.expected}"))
@@ -144,9 +144,11 @@ def quality_rows(result: "Evaluation", model: str = "", reference: str = "") -> 
         return [("perplexity", _plus_minus(result.perplexity, ".2f")), ("measured on", protocol)]
     before, after = f"{divergence.reference_perplexity.value:.2f}", _plus_minus(result.perplexity, ".2f")
     kl_tail = f"median {divergence.kl_median:.2g}, 99% {divergence.kl_p99:.2g}, max {divergence.kl_max:.2g}"
+    same = divergence.same_top1
+    error = "" if same.error is None else f" ± {same.error:.1%}"
     return [
         ("perplexity", f"{model} {after}, {reference} {before}" if model else f"{before} → {after}"),
         ("KL divergence", f"mean {_plus_minus(divergence.kl, '.2g')}, {kl_tail}"),
-        ("same top token", f"{_plus_minus(divergence.same_top1, '.1%')}, RMS Δp {divergence.rms_dp:.2%}"),
+        ("same top token", f"{percent(same.value, 1)}{error}, RMS Δp {divergence.rms_dp:.2%}"),
         ("measured on", protocol),
     ]

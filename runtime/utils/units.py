@@ -9,6 +9,12 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else plural}"
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share of at most 1 in percent, rounded; 100% only if it is all: 0.9999 is 99.9% with one digit."""
+    rounded = f"{share:.{digits}%}"
+    return f"{1 - 0.01 * 10**-digits:.{digits}%}" if share < 1 and rounded == f"{1:.{digits}%}" else rounded
+
+
 def human_bytes(count: float) -> str:
     """Return bytes in the largest unit that gives at least 1: 5.11 GiB, 273 MiB, 1.5 KiB."""
     if count >= GIB:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.utils.units import GIB, distinct_sizes, human_bytes, pluralize
+from mycli.runtime.utils.units import GIB, distinct_sizes, human_bytes, percent, pluralize
 
 
 def test_memory_has_its_unit() -> None:
@@ -21,6 +21,12 @@ def test_memory_has_its_unit() -> None:
 def test_what_is_counted_is_one_or_several() -> None:
     assert [pluralize(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
     assert [pluralize(count, "reply") for count in (1, 32)] == ["1 reply", "32 replies"]
+
+
+def test_a_share_is_100_percent_only_if_it_is_all() -> None:
+    assert [percent(share, 1) for share in (1.0, 0.99999, 0.9994, 0.5)] == ["100.0%", "99.9%", "99.9%", "50.0%"]
+    assert [percent(share) for share in (1.0, 0.996, 0.994)] == ["100%", "99%", "99%"]
+    assert [percent(share, 2) for share in (0.99996, 1.5)] == ["99.99%", "150.00%"]
 
 
 @pytest.mark.parametrize(
