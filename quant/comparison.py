@@ -144,9 +144,11 @@ class PromptComparison:
 
 @dataclass(frozen=True)
 class Interval:
+    """A mean and its 95 % interval, None for a single prompt, which shows no spread."""
+
     value: float
-    low: float  # 95 %
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def compare_replies(
         prompts=tuple(rows),
         kl=_interval(means),
         same_top1=sum(row.same_top1 for row in rows) / len(rows),
-        speed=Interval(*map(math.exp, (logarithm.value, logarithm.low, logarithm.high))),
+        speed=_exponential(logarithm),
         reference_bytes=reference.nbytes,
         candidate_bytes=candidate.nbytes,
     )
@@ -225,10 +227,17 @@ def _compare_calls(ours: Calls, theirs: Calls) -> CallChange:
     return "same" if ours == theirs else "changed"
 
 
+def _exponential(logarithm: Interval) -> Interval:
+    low, high = (None if bound is None else math.exp(bound) for bound in (logarithm.low, logarithm.high))
+    return Interval(math.exp(logarithm.value), low, high)
+
+
 def _interval(values: Sequence[float]) -> Interval:
     # Tokens of a reply depend on each other, so prompts are resampled (bootstrap); their KL is far from normal.
     source = random.Random(0)
     mean = sum(values) / len(values)
+    if len(values) == 1:
+        return Interval(mean, None, None)
     means = sorted(sum(source.choices(values, k=len(values))) / len(values) for _ in range(_RESAMPLES))
     tail = round(0.025 * _RESAMPLES)
     return Interval(mean, means[tail], means[-tail - 1])

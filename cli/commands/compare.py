@@ -21,7 +21,7 @@ from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import open_input
 from mycli.runtime.utils.json_fields import parse_object
-from mycli.runtime.utils.units import human_bytes, pluralize
+from mycli.runtime.utils.units import human_bytes, percent, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.comparison import ComparedPrompt, Comparison, Interval, ModelReplies
@@ -40,7 +40,7 @@ _COLUMNS = (
     Column("tokens", "tokens", right=True, priority=5),
     Column("first difference", lambda row: _difference(row["divergence"]), right=True, priority=2),
     Column("KL", lambda row: f"{row['kl']:.2g}", right=True, priority=3),
-    Column("same top token", lambda row: f"{row['same_top1']:.0%}", right=True, priority=6),
+    Column("same top token", lambda row: percent(row["same_top1"]), right=True, priority=6),
     Column("answer", lambda row: "same" if row["same_answer"] else "changed", priority=4),
     Column("calls", lambda row: "" if row["calls"] == "none" else row["calls"], priority=7),
 )
@@ -93,14 +93,17 @@ def _replies(
 
 
 def _range(interval: "Interval", style: str) -> str:
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:{style}}"
     return f"{interval.value:{style}} (95%: {interval.low:{style}} to {interval.high:{style}})"
 
 
 def comparison_verdict(result: "Comparison") -> str:
     """Return in words how close the candidate is to the reference."""
-    if result.kl.high < SAME_KL and not result.changed_answers:
+    kl = result.kl.value if result.kl.high is None else result.kl.high
+    if kl < SAME_KL and not result.changed_answers:
         return "no difference that matters"
-    if result.kl.high < CLOSE_KL and not result.changed_calls:
+    if kl < CLOSE_KL and not result.changed_calls:
         return "close: most replies keep their meaning"
     return "different: read the replies before replacing one by the other"
 
@@ -116,7 +119,7 @@ def _show(call: Call, reference: str, candidate: str, result: "Comparison", answ
         ("replies", f"{result.changed_replies} of {count} differ, {result.changed_answers} with another answer"),
         *([("calls", f"{result.changed_calls} of {with_calls} differ")] if with_calls else []),
         ("KL divergence", f"mean {_range(result.kl, '.2g')}"),
-        ("same top token", f"{result.same_top1:.1%}"),
+        ("same top token", percent(result.same_top1, 1)),
         ("speed", f"{_range(result.speed, '.2f')} times as fast"),
         ("weights and cache", f"{sizes} ({share:.0%})"),
         ("verdict", comparison_verdict(result)),

@@ -11,6 +11,7 @@ from mycli.quant.comparison import (
     Calls,
     ComparedPrompt,
     ComparedReply,
+    Interval,
     ModelReplies,
     as_prompts,
     compare_replies,
@@ -136,6 +137,12 @@ def test_twice_and_half_as_fast_is_as_fast() -> None:
     divergence = torch.tensor([0.0]), torch.tensor([1.0])
     speed = compare_replies([PROMPTS[0]] * 2, *sides, [divergence] * 2).speed
     assert (speed.low, speed.value, speed.high) == pytest.approx((0.5, 1.0, 2.0))
+
+
+def test_a_single_prompt_has_no_interval() -> None:
+    sides = [ModelReplies((reply((1,)),), (1.0,), 1)] * 2
+    result = compare_replies(PROMPTS[:1], *sides, [(torch.tensor([0.01]), torch.tensor([1.0]))])
+    assert (result.kl.low, result.kl.high, result.speed) == (None, None, Interval(1.0, None, None))
 
 
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}},)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from mycli.cli.commands.compare import _check, _difference, _read_prompts, comparison_verdict
+from mycli.cli.commands.compare import _check, _difference, _range, _read_prompts, comparison_verdict
 from mycli.quant.comparison import Comparison, Interval, PromptComparison
 from mycli.runtime.errors import GateError, ResourceError, UsageError
 from tests.support.command_line import Mycli
@@ -90,6 +90,16 @@ def _compared(kl: float = 0.0, changed: int = 0, calls: int = 0) -> Any:
 )
 def test_the_verdict_is_that_of_the_worse_of_numbers_and_replies(result: Comparison, verdict: str) -> None:
     assert comparison_verdict(result).startswith(verdict)
+
+
+def test_without_an_interval_the_mean_decides() -> None:
+    single = replace(_compared(0.01), kl=Interval(0.01, None, None))
+    assert comparison_verdict(single).startswith("close")
+    assert comparison_verdict(replace(single, kl=Interval(0.05, None, None))).startswith("different")
+    assert [_range(interval, ".2f") for interval in (single.kl, Interval(1, 0.5, 1.5))] == [
+        "0.01",
+        "1.00 (95%: 0.50 to 1.50)",
+    ]
 
 
 def test_a_result_at_its_limit_passes() -> None:
