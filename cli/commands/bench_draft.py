@@ -11,7 +11,7 @@ from mycli.cli.load import load_engine
 from mycli.cli.output import Column
 from mycli.cli.reports.bench_results import Repetitions
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ModelError, UsageError
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationResult, SpeculationSubject
@@ -115,13 +115,21 @@ def bench_draft(
     subject, texts = _subject(call, model, replace(loading.resolve(), draft=draft))
     from mycli.runtime.diagnostics.speculation_benchmark import measure_speculation, textbook
 
-    results = {}
+    results, ended = {}, list[str]()
     with call.out.progress(f"{model} with {draft}", len(texts), "kinds of text") as bar:
         for kind, prompts in texts.items():
             bar.describe(kind)
             # A reply of one token has no step that a draft could speed up.
-            results[kind] = measure_speculation(subject, prompts, max(generate, 2), repetitions, DRAFT_LENGTHS)
+            result = measure_speculation(subject, prompts, max(generate, 2), repetitions, DRAFT_LENGTHS)
+            if result.plain and result.drafted:
+                results[kind] = result
+            else:
+                ended.append(f"{kind} is not measured: the model ends each of its replies at the first token")
             bar.advance(1)
+    if not results:
+        raise ModelError(f"{model} ends every reply at the first token", "use a model that replies to prompts")
+    for note in ended:
+        call.out.note(note)
     rows = [_result(kind, result) for kind, result in results.items()]
     tokens = [{"text": "textbook", **vars(row)} for row in textbook()]
     tokens += [{"text": kind, **vars(row)} for kind, result in results.items() for row in result.lengths]

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,40 @@ def test_bench_says_whether_it_pays(mycli: Mycli, monkeypatch: pytest.MonkeyPatc
     assert "speed-up" in table and "textbook" in table and "over all texts" in table
     assert mycli("bench", "pico", "--draft", "ngram", "--save", "x", *CPU).returncode == 2
     assert mycli("bench", "draft", "pico", "ngram", "-o", "csv", *CPU).returncode == 2
+
+
+def test_bench_leaves_out_texts_whose_replies_end_at_once(
+    mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mycli.runtime.diagnostics.speculation_benchmark.SIMULATED_PASSES", 20)
+    folder = tmp_path / "ends"
+    shutil.copytree(PICO, folder)
+    first = {"chat": [342, 43, 1033], "stories": [1114, 1076, 35], "book": [400, 981, 675], "repetitive": [24, 15]}
+    line = (
+        "bench",
+        "draft",
+        str(folder),
+        "ngram",
+        "-n",
+        "4",
+        "-r",
+        "1",
+        "--json",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+    )
+
+    def run(*kinds: str) -> Any:
+        stop = [token for kind in kinds for token in first[kind]]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+        return mycli(*line)
+
+    partly = run("stories")
+    assert [row["text"] for row in json.loads(partly.stdout)["results"]] == ["chat", "book", "repetitive"]
+    assert "stories is not measured" in partly.stderr
+    assert "ends every reply at the first token" in run(*first).stdout
 
 
 def test_run_says_the_same_with_a_draft(mycli: Mycli) -> None:
