@@ -16,7 +16,9 @@ TEXT_PARTS: dict[str, str] = {
     "NemotronH_Nano_VL_V2": "nemotron_h",
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "deepseek_vl": "llama",
     "exaone4_5": "exaone4",
+    "fast_vlm": "qwen2",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
@@ -28,7 +30,9 @@ TEXT_PARTS: dict[str, str] = {
     "idefics3": "llama",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",
+    "janus": "llama",
     "kimi_k25": "deepseek_v3",
+    "kimi_vl": "deepseek_v3",
     "lfm2_vl": "lfm2",
     "lfm3_vl": "lfm3",
     "llama4": "llama4_text",
@@ -40,6 +44,7 @@ TEXT_PARTS: dict[str, str] = {
     "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
     "nemotron_h_omni": "nemotron_h",
+    "ovis2": "qwen2",
     "qwen2_5_omni": "qwen2_5_omni_text",
     "qwen2_5_omni_thinker": "qwen2_5_omni_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
@@ -182,19 +187,24 @@ _TIE = "tie_word_embeddings"
 _TIED_BY_DEFAULT = (
     "aya_vision",
     "cohere2_vision",
+    "deepseek_vl",
     "gemma3",
     "gemma3n",
     "gemma4",
     "gemma4_unified",
     "got_ocr2",
     "internvl",
+    "janus",
     "kimi_k25",
     "lfm2_vl",
     "lfm3_vl",
     "mistral3",
+    "ovis2",
 )
-_TIED_BY_EITHER = ("glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl")
-_TIED_BY_SECTION = ("internvl_chat", "llama4")  # which hold a whole causal model, head included
+_TIED_BY_EITHER = (
+    *("fast_vlm", "glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl"),
+)
+_TIED_BY_SECTION = ("internvl_chat", "kimi_vl", "llama4")  # which hold a whole causal model, head included
 _NEVER_TIED = (  # by transformers 4, as their sections say
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",

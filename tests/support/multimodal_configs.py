@@ -36,6 +36,7 @@ UNTESTED = {
     "NemotronH_Nano_VL_V2",
     "internvl_chat",
     "gemma3n",
+    "kimi_vl",
     "qwen2_5_omni",
     "qwen3_omni_moe",
 }

@@ -30,6 +30,14 @@ INTERN_VISION = {"model_type": "internvl_vision", **VISION, "image_size": [16, 1
 QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "intermediate_size": 16}
 GLM_VISION = {**QWEN_VISION, "image_size": 16, "out_hidden_size": 64}
 OCR_VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16, "mlp_dim": 16}
+OVIS_VISION = {**SIGLIP, "vocab_size": 16}
+JANUS_VQ = {
+    "embed_dim": 8,
+    "num_embeddings": 16,
+    "base_channels": 32,
+    "projection_dim": 16,
+    "image_token_embed_dim": 64,
+}
 AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16, "output_dim": 64}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2]}}
 GLM_ROPE = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
@@ -182,6 +190,16 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
     "idefics3": ("idefics3", "llama", {**IDS}, {"model_type": "idefics3_vision", **SIGLIP}, {"scale_factor": 1}),
     "smolvlm": ("smolvlm", "llama", {**IDS}, {"model_type": "smolvlm_vision", **SIGLIP}, {"scale_factor": 1}),
     "lfm2_vl": ("lfm2_vl", "lfm2", {**IDS, "layer_types": ["conv", "full_attention", "conv"]}, SIGLIP_VISION, {}),
+    "deepseek_vl": ("deepseek_vl", "llama", {**IDS}, SIGLIP_VISION, {}),
+    "janus": (
+        "janus",
+        "llama",
+        {**IDS},
+        {**SIGLIP, "num_image_tokens": 4, "projection_dim": 16},
+        {"vq_config": JANUS_VQ},
+    ),
+    "ovis2": ("ovis2", "qwen2", {**IDS}, OVIS_VISION, {"hidden_size": 64, "vocab_size": 97}),
+    "fast_vlm": ("fast_vlm", "qwen2", {**IDS}, CLIP, {}),
     "got_ocr2": ("got_ocr2", "qwen2", {**IDS}, {"hidden_size": 16, "output_channels": 16, **OCR_VISION}, {}),
 }
 

@@ -230,3 +230,15 @@ def test_a_section_of_a_llava_names_only_what_differs() -> None:
     part = TextPart.from_config(Fields({"model_type": "llava_next", "text_config": text}, "config.json"))
     config = parse_config(part.config)
     assert (config.layers, config.kv_heads, config.intermediate_size, config.vocab_size) == (32, 8, 14336, 32064)
+
+
+def test_kimi_vl_is_read_as_deepseek(tmp_path: Path) -> None:
+    """The tensors have the names of Kimi K2.5's; the section decides on the tie, as it is a whole causal model's."""
+    reference = make_folder(tmp_path, "kimi_k25")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "kimi_vl", "tie_word_embeddings": True}))
+    tokens = torch.randint(4, 90, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = reference(tokens).logits
+    actual = whole(load_model(open_model_folder(tmp_path), CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
