@@ -34,7 +34,7 @@ from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
-from tests.support.family_parts import ministral_rope, scaled
+from tests.support.family_parts import longrope, ministral_rope, scaled
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
 from tests.support.models import CPU
@@ -119,6 +119,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2-untied-no-bias": {"hidden_act": "gelu_pytorch_tanh"},
     "phi-gqa4:2": {"num_key_value_heads": 4, "intermediate_size": 256},  # the converter assumes both
     "nemotron-half-rotated": {"head_dim": 16},
+    # The converter reorders the rows of weights, not of biases, and writes no original context.
+    "minicpm-longrope": {"attention_bias": False, **longrope(8, original=128)},
     "minicpm3": {
         **{"v_head_dim": 16, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
         **{"attention_bias": False, "mlp_bias": False},
@@ -205,6 +207,8 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["scoring_func"] = "sigmoid"  # the published configs set this, those of transformers do not
     if settings["model_type"] == "gemma4_unified_text":
         settings["moe_intermediate_size"] = None
+    if settings["model_type"] == "minicpm":
+        settings["architectures"] = ["MiniCPMForCausalLM"]
     if settings["model_type"] == "afmoe":
         settings["route_norm"] = True
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):

@@ -27,7 +27,17 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
-from tests.support.families import CASES, LATER, class_of, experts_of, make, packed_weights, stored_name, weights_of
+from tests.support.families import (
+    ALIASES,
+    CASES,
+    LATER,
+    class_of,
+    experts_of,
+    make,
+    packed_weights,
+    stored_name,
+    weights_of,
+)
 from tests.support.grids import chosen
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -86,10 +96,10 @@ NAMED = (
 )
 # For a family without a case above, its last case; gpt_oss's experts are not quantized again.
 LAST = {model_type: case for case, (model_type, _) in CASES.items()}
-# transformers lacks kimi_k2 and mimo, which are deepseek_v3 and qwen2 by another name.
+# transformers lacks kimi_k2, mimo and minicpm, which are deepseek_v3, qwen2 and granite by another name.
 KINDS = (
     *NAMED,
-    *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", "kimi_k2", "mimo", *(CASES[case][0] for case in NAMED)})),
+    *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", *ALIASES, *(CASES[case][0] for case in NAMED)})),
 )
 # These run end to end by default, the others with -m slow: norms everywhere, one norm for two parts, a scale of scores
 # and multipliers, no gate. Unusual norms are tested with AWQ, which folds scales into them.

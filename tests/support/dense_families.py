@@ -4,6 +4,16 @@ from typing import Any
 
 from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, longrope, ministral_rope, scaled
 
+# MiniCPM's keys, and the same for Granite's code, which is the reference.
+MINICPM = {
+    **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
+    **{
+        "embedding_multiplier": 12,
+        "residual_multiplier": 1.4 / 3**0.5,
+        "logits_scaling": 4,
+        "attention_multiplier": 0.25,
+    },
+}
 HELIUM = {**IDS, "hidden_size": 64, "head_dim": 16}  # the heads together are as wide as the hidden size
 
 # id -> (model_type, differences from SMALL)
@@ -175,6 +185,11 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tied-biases": (
         "granite",
         {**IDS, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "minicpm-tied": ("minicpm", {**IDS, **MINICPM, "tie_word_embeddings": True}),
+    "minicpm-longrope-beyond-biases": (
+        "minicpm",
+        {**IDS, **MINICPM, "attention_bias": True, **longrope(8, original=16)},
     ),
     "glm4-half-turned": ("glm4", {**IDS, "head_dim": 16}),
     "glm4-tied-hd24-no-bias": (

@@ -14,7 +14,7 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.dense_families import DENSE
 from tests.support.expert_families import EXPERTS
-from tests.support.family_parts import SMALL
+from tests.support.family_parts import MULTIPLIERS, SMALL
 from tests.support.latent_families import LATENT
 from tests.support.more_expert_families import MORE_EXPERTS
 from tests.support.mxfp4 import save_mxfp4
@@ -26,7 +26,9 @@ TOKENS = 40
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
-ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite"}
+# Keys that the reference needs and the published config lacks.
+REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
 # Text model classes that transformers registers only among those for images.
 UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
 QUICK = tuple(
@@ -64,6 +66,7 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
         reference.save_pretrained(folder)
     if model_type in ALIASES:
         saved = json.loads((folder / "config.json").read_text())
+        saved = {key: value for key, value in saved.items() if key not in REFERENCE_KEYS.get(model_type, ())}
         (folder / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
     return reference
 

@@ -107,6 +107,8 @@ NAMES = (
     "ministral3-beyond",
     "granite-multipliers",
     "granite-tied-biases",
+    "minicpm-tied",
+    "minicpm-longrope-beyond-biases",
     "glm4-half-turned",
     "glm-half-turned",
     "seed_oss-biases",

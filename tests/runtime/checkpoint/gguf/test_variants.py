@@ -47,3 +47,12 @@ def test_mobile_llm_is_a_llama_4_without_experts() -> None:
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
     assert all(layer.attention.chunk is None for layer in folder.config.layer_specs)
     assert [rope.dim for rope in folder.config.distinct_ropes] == [16]
+
+
+def test_older_files_of_minicpm_have_the_multipliers_of_the_2b_model() -> None:
+    facts = FACTS["minicpm-tied"]
+    names = ("embedding_scale", "residual_scale", "logit_scale")
+    keys = {key: value for key, value in facts["keys"].items() if not key.endswith(names)}
+    config = gguf_folder({**facts, "keys": keys}).config
+    assert (config.embedding_scale, config.logit_scale) == (12, 256 / 64)
+    assert config.residual_scale == pytest.approx(1.4 / 3**0.5)
