@@ -96,7 +96,7 @@ NAMED = (
 )
 # For a family without a case above, its last case; gpt_oss's experts are not quantized again.
 LAST = {model_type: case for case, (model_type, _) in CASES.items()}
-# transformers lacks kimi_k2, mimo and minicpm, which are deepseek_v3, qwen2 and granite by another name.
+# transformers lacks them: they are other families by another name.
 KINDS = (
     *NAMED,
     *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", *ALIASES, *(CASES[case][0] for case in NAMED)})),

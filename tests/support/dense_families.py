@@ -4,6 +4,15 @@ from typing import Any
 
 from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, longrope, ministral_rope, scaled
 
+
+def block(group: int | None, width: float | None) -> dict[str, Any]:
+    """Return an item of `block_configs`; None: a layer without attention, or without an MLP."""
+    return {
+        "attention": {"n_heads_in_group": group, "no_op": group is None, "replace_with_linear": False},
+        "ffn": {"ffn_mult": width, "no_op": width is None, "replace_with_linear": False},
+    }
+
+
 # MiniCPM's keys, and the same for Granite's code, which is the reference.
 MINICPM = {
     **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
@@ -185,6 +194,13 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tied-biases": (
         "granite",
         {**IDS, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "nemotron-nas-every-kind": (
+        "nemotron-nas",
+        {
+            **{"num_hidden_layers": 4, "num_key_value_heads": 4, "intermediate_size": 512},
+            "block_configs": [block(2, 12.0), block(None, 6.0), block(1, None), block(4, 6.0)],
+        },
     ),
     "minicpm-tied": ("minicpm", {**IDS, **MINICPM, "tie_word_embeddings": True}),
     "minicpm-longrope-beyond-biases": (

@@ -19,6 +19,7 @@ from tests.support.latent_families import LATENT
 from tests.support.more_expert_families import MORE_EXPERTS
 from tests.support.mxfp4 import save_mxfp4
 from tests.support.norm_families import NORMS
+from tests.support.pruned_layers import prune
 from tests.support.recurrent_families import RECURRENT
 
 TOKENS = 40
@@ -26,7 +27,7 @@ TOKENS = 40
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
-ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite"}
+ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite", "nemotron-nas": "llama"}
 # Keys that the reference needs and the published config lacks.
 REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
 # Text model classes that transformers registers only among those for images.
@@ -59,6 +60,8 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     loader = getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
     create = loader.from_config if loader is transformers.AutoModelForCausalLM else loader._from_config
     reference = create(config, attn_implementation="eager").float().eval()
+    if model_type == "nemotron-nas":
+        prune(reference)
     enliven(reference)
     if model_type == "gpt_oss":
         save_mxfp4(reference, folder)

@@ -66,7 +66,7 @@ def _request(name: str, folder: Path, variant: str) -> ExportRequest:
 # llama.cpp b11434 has no architecture for them.
 WITHOUT_ARCHITECTURE = {
     *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "mimo"),
-    *("ministral", "nanochat", "olmo_hybrid", "vaultgemma"),
+    *("ministral", "nanochat", "nemotron-nas", "olmo_hybrid", "vaultgemma"),
 }
 
 

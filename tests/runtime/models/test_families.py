@@ -333,3 +333,27 @@ def test_the_mtp_head_of_mimo_is_not_read() -> None:
     config = parse("mimo", attention_bias=True)
     assert config.qkv_bias and not config.output_bias
     assert "model.mtp_layers.0.input_proj.weight".startswith(config.ignored_prefixes)
+
+
+def _block(attention: dict[str, Any], mlp: dict[str, Any]) -> dict[str, Any]:
+    return {"attention": attention, "ffn": mlp}
+
+
+NO_PART, ATTENTION, MLP = {"no_op": True}, {"n_heads_in_group": 2}, {"ffn_mult": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([_block(ATTENTION, MLP)] * 3, "must describe each layer"),
+        ([_block(NO_PART, MLP)] * 4, "must describe each layer"),
+        ([_block(ATTENTION, MLP)] * 3 + [_block(NO_PART, NO_PART)], "without attention and MLP"),
+        ([_block({"n_heads_in_group": 3}, MLP)] * 4, "does not divide"),
+        ([_block({"replace_with_linear": True}, MLP)] * 4, "replace_with_linear"),
+        ([_block(ATTENTION, {"ffn_mult": None})] * 4, "ffn_mult"),
+        ([7] * 4, "attention: n_heads_in_group"),
+    ],
+)
+def test_searched_layers_that_cannot_run_are_refused(blocks: list[Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse("nemotron-nas", block_configs=blocks)

@@ -28,9 +28,11 @@ from tests.support.native_parts import HEAD, WIDE, load_bf16, need_native_code
 from tests.support.paths import PICO
 
 VOCAB = 512
-# Family features that the loop handles: none; embedding and logit factors, one of them rounded; experts.
+# Family features that the loop handles: none; layers of one part; embedding and logit factors, one of them rounded;
+# experts.
 TAKEN: Mapping[str, Mapping[str, Any]] = {
     "llama-biases": {},
+    "nemotron-nas-every-kind": {},
     "granite-multipliers": {},
     "gemma3-window7-tied": HEAD,
     "qwen3_moe-8top2": HEAD,
