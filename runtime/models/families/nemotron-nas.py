@@ -1,4 +1,4 @@
-"""Llama Nemotron of Nvidia's architecture search (Super 49B, 51B): Llama with layers without attention or MLP."""
+"""Llama Nemotron of Nvidia's architecture search (Super 49B): Llama with layers without attention or MLP."""
 
 from dataclasses import dataclass, replace
 from typing import Any
