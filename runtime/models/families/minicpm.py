@@ -6,8 +6,8 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    # Defaults of the published configuration_minicpm.py. `sparse_config` (MiniCPM 4.1) is not read: the published code
-    # attends to every key as well where it has no CUDA kernel, and with it up to `dense_len` tokens.
+    # Defaults of the published configuration_minicpm.py. `sparse_config` (MiniCPM 4.1) is not read: attention is dense,
+    # as in llama.cpp.
     raw = hf_config.with_defaults(raw, tie_word_embeddings=True)
     fields = hf_config.common(raw, handled=("longrope",))
     return ModelConfig(
