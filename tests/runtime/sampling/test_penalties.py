@@ -84,7 +84,7 @@ LARGEST, SMALLEST = (1 << 63) - 1, -(1 << 63)
 @pytest.mark.parametrize(
     ("within", "beyond"),
     [
-        ({"temperature": 2.0}, {"temperature": 2.001}),
+        ({"temperature": 100.0}, {"temperature": 100.001}),
         ({"top_k": 1 << 31}, {"top_k": (1 << 31) + 1}),
         ({"top_p": 0.0}, {"top_p": 1.001}),
         ({"min_p": 1.0}, {"min_p": -0.001}),
