@@ -1,6 +1,7 @@
 """Run every example of every --help, in its order on the page, with one home folder for each command."""
 
 import io
+import os
 import re
 import shlex
 import signal
@@ -37,6 +38,9 @@ def parse(line: str) -> tuple[str, list[str]]:
 def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set a user's environment in this process: torch is imported once for all examples."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for key in os.environ.keys() - environment.keys():
+        if key.startswith("MYCLI_"):  # such as MYCLI_HOME, which README says to export
+            monkeypatch.delenv(key)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
