@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mycli.cli.command import Call
 from mycli.cli.flags.gates import Gates
@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.planning.plan import Report
     from mycli.quant.progress import ReportProgress
     from mycli.runtime.device.placement import Placement
+
+_Plan = TypeVar("_Plan")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,19 @@ class QuantizationRequest:
     def place(self) -> "Placement":
         # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
         return EngineConfig(device=self.device, dtype="float32").place(self.folder.config)
+
+    def planner(self, plan: Callable[..., _Plan], placement: "Placement", text: Path | None) -> Callable[..., _Plan]:
+        """Return `plan`, a function of planning, for this source and these limits; it takes the recipe."""
+        return partial(
+            plan,
+            self.source,
+            text=text,
+            folder=self.folder,
+            report=self.report,
+            gpu=placement.device.type == "cuda",
+            max_ram=self.max_ram,
+            max_vram=self.max_vram,
+        )
 
     def calibration_file(self, call: Call, fetch: bool) -> Path | None:
         return calibration_file(call, self.calib, fetch) if self.calib else None
@@ -81,16 +96,19 @@ def carry_out(
     call: Call,
     placement: "Placement",
     summary: str,
-    work: "Callable[[ReportProgress], Outcome]",
+    quantize: "Callable[..., Outcome]",
     when_stopped: Callable[[], str],
 ) -> "Outcome":
-    """Print what is done and where, do it, and say what an interruption leaves."""
+    """Print what is done and where, do it, and say what an interruption leaves.
+
+    quantize: a function of a pipeline that still takes `progress` and `note`.
+    """
     announce_placement(call, placement)
     announce_build(call, placement)
     call.out.note(summary)
     try:
         with quantization_progress(call) as progress:
-            outcome = work(progress)
+            outcome = quantize(progress=progress, note=call.out.note)
     except KeyboardInterrupt:
         call.out.note(f"stopped; {when_stopped()}: {shlex.join(['mycli', *sys.argv[1:]])}")
         raise

@@ -12,7 +12,7 @@ from mycli.cli.command import Call
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
 from mycli.cli.quantizing.request import QuantizationRequest, quantization_progress
-from mycli.cli.quantizing.to_folder import folder_planner, target_folder
+from mycli.cli.quantizing.to_folder import target_folder
 from mycli.cli.reports.plot import Chart, Point, write_charts
 from mycli.cli.text.progress import duration
 from mycli.quant.recipe import Recipe
@@ -78,10 +78,12 @@ def run_sweep(call: Call, request: QuantizationRequest, recipes: Sequence[Recipe
         excluded = "--max-kl, --max-call-loss, --target-bpw, --work-dir and --report none"
         raise UsageError(f"--sweep excludes {excluded}", "omit them")
     from mycli.quant.planning.pace import expected_seconds
+    from mycli.quant.planning.plan import plan_quantization
     from mycli.quant.shared_work import SharedWork
 
     placement, shared = request.place(), SharedWork(remembers=True)
-    plan = folder_planner(request, placement, request.calibration_file(call, fetch=not request.dry_run))
+    text = request.calibration_file(call, fetch=not request.dry_run)
+    plan = request.planner(plan_quantization, placement, text)
     copies = []
     for recipe in recipes:
         work, folder = plan(recipe), _copy_folder(request, recipe)

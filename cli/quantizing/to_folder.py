@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,23 +36,6 @@ def target_folder(request: QuantizationRequest, recipe: Recipe) -> Path:
     return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), recipe.name])
 
 
-def folder_planner(
-    request: QuantizationRequest, placement: "Placement", text: Path | None
-) -> "Callable[[Recipe], QuantizationPlan]":
-    from mycli.quant.planning.plan import plan_quantization
-
-    return partial(
-        plan_quantization,
-        request.source,
-        text=text,
-        folder=request.folder,
-        report=request.report,
-        gpu=placement.device.type == "cuda",
-        max_ram=request.max_ram,
-        max_vram=request.max_vram,
-    )
-
-
 def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe) -> None:
     """Plan, carry out and print; a dry run only shows the plan."""
     target = request.output or target_folder(request, recipe)
@@ -62,11 +44,11 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         require_writable_parent(request.work_dir)
     from mycli.quant import pipeline
     from mycli.quant.planning.pace import expected_seconds
-    from mycli.quant.planning.plan import check_resources
+    from mycli.quant.planning.plan import check_resources, plan_quantization
 
     placement = request.place()
     text = request.calibration_file(call, fetch=not request.dry_run or recipe.target_bpw is not None)
-    plan = folder_planner(request, placement, text)
+    plan = request.planner(plan_quantization, placement, text)
     work, choosing = plan(recipe), 0.0
     _note_unquantized_head(call, work)
     work_folder = request.work_dir or pipeline.default_work_folder(target)
@@ -93,9 +75,8 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         overwrite=request.overwrite,
         work_folder=work_folder,
         restart=request.restart,
-        note=call.out.note,
     )
-    outcome = carry_out(call, placement, summary, lambda progress: quantize(progress=progress), when_stopped)
+    outcome = carry_out(call, placement, summary, quantize, when_stopped)
     finish(call, request, outcome)
     if request.output is None:
         tell_how_to_use(call, request.folder, shlex.quote(target.name))

@@ -1,7 +1,6 @@
 """`mycli quantize` into one GGUF file."""
 
 import shlex
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +14,10 @@ from mycli.cli.quantizing.request import (
     quantization_progress,
     tell_how_to_use,
 )
+from mycli.cli.reports.quantization import plan_fields, plan_rows
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.planning.target import require_writable_parent
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.ggml.plan import GgufPlan
@@ -42,16 +41,8 @@ def quantize_to_gguf(call: Call, request: QuantizationRequest, recipe: GgufRecip
     from mycli.quant.ggml.plan import check_gguf_resources, plan_gguf
 
     placement = request.place()
-    plan = partial(
-        plan_gguf,
-        request.source,
-        text=request.calibration_file(call, fetch=not request.dry_run or recipe.target_size is not None),
-        folder=request.folder,
-        report=request.report,
-        gpu=placement.device.type == "cuda",
-        max_ram=request.max_ram,
-        max_vram=request.max_vram,
-    )
+    text = request.calibration_file(call, fetch=not request.dry_run or recipe.target_size is not None)
+    plan = request.planner(plan_gguf, placement, text)
     work = plan(recipe)
     work_folder = request.work_dir or pipeline.default_work_folder(target)
     check_gguf_resources(work, target, work_folder, overwrite=request.overwrite)
@@ -70,12 +61,9 @@ def quantize_to_gguf(call: Call, request: QuantizationRequest, recipe: GgufRecip
         overwrite=request.overwrite,
         work_folder=work_folder,
         restart=request.restart,
-        note=call.out.note,
     )
     summary = f"{request.source.label} → {target.name}: {_steps(work)}"
-    outcome = carry_out(
-        call, placement, summary, lambda progress: quantize(progress=progress), lambda: finished_blocks(work_folder)
-    )
+    outcome = carry_out(call, placement, summary, quantize, lambda: finished_blocks(work_folder))
     finish(call, request, outcome)
     name = f"./{target}" if target.parent == Path() else str(target)
     tell_how_to_use(call, request.folder, shlex.quote(name))
@@ -91,23 +79,11 @@ def _steps(work: "GgufPlan") -> str:
 
 
 def _show_plan(call: Call, work: "GgufPlan", target: Path) -> None:
-    answer = {
-        "file": str(target),
-        "name": work.recipe.name,
-        "size": asdict(work.size),
-        "types": dict(work.kinds),
-        "memory_bytes": work.need.host,
-        "device_memory_bytes": work.need.device,
-        "tokens_at_once": work.need.at_once,
-    }
-    if call.out.answered(answer):
+    if call.out.answered({"file": str(target), "types": dict(work.kinds), **plan_fields(work)}):
         return
-    size = work.size
     rows = [
         ("file", str(target)),
-        ("size", f"{human_bytes(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
-        ("types", _types(work)),
-        ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
+        *plan_rows(work, ("types", _types(work))),
         ("work", _steps(work)),
     ]
     call.out.card(f"{target.name} (dry run, nothing is written)", rows)

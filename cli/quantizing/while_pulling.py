@@ -82,16 +82,9 @@ def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: Qua
         placement,
         overwrite=settings.overwrite,
         restart=settings.restart,
-        note=call.out.note,
         shared=SharedWork(digests=remote.digests()),
         in_place=True,
     )
     size = f"({human_bytes(folder.manifest.nbytes)}) → {target.name}: {human_bytes(work.size.bytes)} on disk"
-    outcome = carry_out(
-        call,
-        placement,
-        f"{remote.source.label} {size}",
-        lambda progress: quantize(progress=progress),
-        lambda: "to continue",
-    )
+    outcome = carry_out(call, placement, f"{remote.source.label} {size}", quantize, lambda: "to continue")
     show_outcome(call, outcome, [layer_error(layer) for layer in outcome.layers])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call
 from mycli.cli.reports.plot import LayerError
@@ -12,6 +12,7 @@ from mycli.cli.text.progress import duration
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.ggml.plan import GgufPlan
     from mycli.quant.pipeline import Outcome
     from mycli.quant.planning.plan import QuantizationPlan
 
@@ -36,25 +37,35 @@ def steps(work: "QuantizationPlan") -> list[str]:
     return steps
 
 
-def show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: float) -> None:
-    answer = {
-        "folder": str(target),
+def plan_fields(work: "QuantizationPlan | GgufPlan") -> dict[str, Any]:
+    """Return what the plans of a folder and of a GGUF file have in common, for JSON."""
+    return {
         "name": work.recipe.name,
         "size": asdict(work.size),
         "memory_bytes": work.need.host,
         "device_memory_bytes": work.need.device,
         "tokens_at_once": work.need.at_once,
-        "seconds": seconds,
     }
-    if call.out.answered(answer):
-        return
+
+
+def plan_rows(work: "QuantizationPlan | GgufPlan", kinds: tuple[str, str]) -> list[tuple[str, str]]:
+    """Return the rows of `plan_fields`; `kinds`: the row about the quantized layers."""
     size = work.size
-    rows = [
-        ("folder", str(target)),
+    return [
         ("size", f"{human_bytes(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
-        ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
+        kinds,
         ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
         *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
+    ]
+
+
+def show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: float) -> None:
+    if call.out.answered({"folder": str(target), **plan_fields(work), "seconds": seconds}):
+        return
+    layers = f"{len(work.packings)} layers at {work.size.quantized_bits_per_weight:.3f} bits per weight"
+    rows = [
+        ("folder", str(target)),
+        *plan_rows(work, ("quantized", layers)),
         ("work", "; ".join(steps(work))),
         ("time", f"about {duration(seconds)}, estimated from a short measurement"),
     ]

@@ -46,8 +46,7 @@ class Completion:
         """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
 
         `deadline`: seconds after which the reply is to end, None for any time; `recorded`: where the reply is recorded
-        and perhaps began, with the random numbers of `seed`; `shown`: control tokens in
-        these texts are part of the text.
+        and perhaps began, with the random numbers of `seed`; `shown`: control tokens that are part of the text.
         """
         start = None if recorded is None or seed is None else recorded.start(seed)
         self.request = Request(

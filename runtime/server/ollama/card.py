@@ -13,6 +13,18 @@ from mycli.runtime.tokenizer.parsing.reasoning_parser import find_reasoning_form
 NEVER = "2318-01-01T00:00:00Z"  # about what Ollama shows for a model that is never unloaded
 
 
+def utc_text(time: datetime) -> str:
+    """Return a time in UTC as Ollama writes it."""
+    return time.isoformat().replace("+00:00", "Z")
+
+
+def loaded_reply(model: str | None, as_message: bool, reason: str) -> dict[str, Any]:
+    """Return the reply to a request that only loads or unloads a model: `reason` is "load" or "unload"."""
+    fields: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if as_message else {"response": ""}
+    now = utc_text(datetime.now(UTC))
+    return {"model": model, "created_at": now, **fields, "done": True, "done_reason": reason}
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """The description of a model. modified: ISO 8601; digest: sha256 over names and sizes of the files."""
@@ -87,7 +99,7 @@ def model_card(folder: ModelFolder) -> ModelCard:
         )
     return ModelCard(
         nbytes=sum(sizes.values()),
-        modified=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),
+        modified=utc_text(datetime.fromtimestamp(newest, UTC)),
         digest=hashlib.sha256(json.dumps([family, config.parameters(), sorted(sizes.items())]).encode()).hexdigest(),
         template=source,
         details={

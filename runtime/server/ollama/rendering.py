@@ -13,6 +13,7 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse, dumps
 from mycli.runtime.server.http.request_log import RequestFigures
+from mycli.runtime.server.ollama.card import loaded_reply
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now
 from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs
@@ -146,14 +147,11 @@ async def answer_ollama(
     """Answer a request of chat (`as_message`) or generate. `prepare` returns None without a prompt."""
     body, prepared = await read_request(service, request, kind, prepare)
     if prepared is None:
-        return JsonResponse(_loaded_reply(service, body, as_message))
+        return JsonResponse(_reply_without_text(service, body, as_message))
     rendering = OllamaRendering(service, request, prepared, body, as_message)
     return await answer(service, request, prepared, rendering, body.stream is not False, _MEDIA_TYPE)
 
 
-def _loaded_reply(service: Service, body: OllamaRequest, as_message: bool) -> dict[str, Any]:
-    # To a request that loads or unloads a model.
-    fields: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if as_message else {"response": ""}
+def _reply_without_text(service: Service, body: OllamaRequest, as_message: bool) -> dict[str, Any]:
     unload = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0
-    reason = "unload" if unload else "load"
-    return {"model": shown_name(body, service), "created_at": utc_now(), **fields, "done": True, "done_reason": reason}
+    return loaded_reply(shown_name(body, service), as_message, "unload" if unload else "load")

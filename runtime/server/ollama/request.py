@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from mycli.runtime.sampling.params import MAX_TEMPERATURE
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.settings import ServerState
+from mycli.runtime.server.ollama.card import utc_text
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.requests.fields import asks_nothing
 from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
@@ -239,7 +240,7 @@ def refuse_fields(body: OllamaGenerateRequest) -> None:
 
 def utc_now() -> str:
     """Return the time as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return utc_text(datetime.now(UTC))
 
 
 def shown_name(body: ForModel, server: ServerState) -> str:

@@ -1,6 +1,6 @@
 """The routes of a server for several models: those it answers itself, and those it forwards."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from mycli.runtime.server.http.errors import exception_handlers
 from mycli.runtime.server.http.guard import Guard
 from mycli.runtime.server.http.paths import other_paths
 from mycli.runtime.server.http.settings import ServerSettings, ServerState
-from mycli.runtime.server.ollama.card import NEVER, running_entry
+from mycli.runtime.server.ollama.card import NEVER, loaded_reply, running_entry, utc_text
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
 from mycli.runtime.server.ollama.version import ollama_version
 from mycli.runtime.server.reply_header import find_reply
@@ -88,7 +88,7 @@ def _described(slot: Slot, name: str) -> dict[str, Any]:
 
 
 def _described_anthropic(slot: Slot, name: str) -> dict[str, Any]:
-    created = datetime.fromtimestamp(slot.model.created, UTC).isoformat().replace("+00:00", "Z")
+    created = utc_text(datetime.fromtimestamp(slot.model.created, UTC))
     context = slot.model.context
     return {
         "type": "model",
@@ -133,16 +133,9 @@ async def forward(router: Router, request: Request) -> Response:
     prompted = values.get("prompt") or values.get("messages")
     path, unloads = request.url.path, keep == (0.0,) and not prompted
     if unloads and slot.state == "unloaded" and path in ("/api/chat", "/api/generate"):
-        return JsonResponse(_unloaded_reply(path, values))
+        # Forwarded, it would load the model first.
+        return JsonResponse(loaded_reply(model_of(values), path == "/api/chat", "unload"))
     return ForwardedResponse(router.pool, slot, request, data, keep)
-
-
-def _unloaded_reply(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    # To a request of Ollama's interface that unloads a model: forwarded, it would load the model first.
-    chat = {"message": {"role": "assistant", "content": ""}}
-    fields = chat if path == "/api/chat" else {"response": ""}
-    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": model_of(values), "created_at": now, **fields, "done": True, "done_reason": "unload"}
 
 
 async def load_model_on_request(router: Router, request: Request) -> Response:

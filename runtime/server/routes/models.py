@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.ollama.card import utc_text
 from mycli.runtime.server.service import Service
 
 
@@ -32,7 +33,7 @@ def _anthropic(service: Service, name: str) -> dict[str, Any]:
         "type": "model",
         "id": name,
         "display_name": name,
-        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": utc_text(datetime.fromtimestamp(service.created, UTC)),
         "lifecycle": "active",
         "max_input_tokens": service.context,
         "max_tokens": service.context,

@@ -238,7 +238,7 @@ def test_an_export_to_mlx_of_gate_and_up_apart(family: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_to_mlx_stacks_experts(family: str, tmp_path: Path) -> None:
-    """Of separate experts, mlx-lm stacks the weights of qwen3_moe but not their scales, and then does not load them."""
+    """Experts are stacked: mlx-lm stacks separate ones itself, but not their scales, and refuses the folder."""
     write_folders(mlx, family, tmp_path)
     source, target = tmp_path / "packed", tmp_path / "exported"
     export_to_mlx(source, target)

@@ -16,7 +16,7 @@ from tests.support.gguf_facts import FACTS, gguf_folder
     ],
 )
 def test_a_window_pattern_may_be_a_number(name: str, period: int, sliding: list[bool]) -> None:
-    """One layer in so many has no window: the last one, or the first in laguna."""
+    """A number is the period of layers without a window, which end a period, and begin one in laguna."""
     facts = FACTS[name]
     key = f"{facts['keys']['general.architecture']}.attention.sliding_window_pattern"
     config = gguf_folder({**facts, "keys": {**facts["keys"], key: period}}).config
