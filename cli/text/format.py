@@ -91,7 +91,7 @@ def activation_rows(measured: ActivationKl | None) -> list[tuple[str, str]]:
     """Return the row on the cost of 8-bit activations on a CPU; none if it was not measured."""
     if measured is None:
         return []
-    kl = f"KL {measured.eight:.4g}, with 16 bits {measured.sixteen:.4g} ({measured.added:+.1%})"
+    kl = f"KL {measured.eight:#.4g}, with 16 bits {measured.sixteen:#.4g} ({measured.added:+.1%})"
     return [_activation_row(kl, measured.added < MAX_ADDED_KL, f"{MAX_ADDED_KL:.0%}")]
 
 
@@ -105,7 +105,7 @@ def head_rows(measured: "HeadKl | None") -> list[tuple[str, str]]:
     """Return the row on the choice of the output head; none if it was not measured."""
     if measured is None:
         return []
-    kl = f"KL {measured.keep:.4g} unquantized, {measured.int8:.4g} in 8 bits ({measured.added:+.1%})"
+    kl = f"KL {measured.keep:#.4g} unquantized, {measured.int8:#.4g} in 8 bits ({measured.added:+.1%})"
     limit = f"the limit is {MAX_ADDED_KL:.0%}"
     return [("output head", f"8 bits: {kl}" if measured.packed else f"unquantized: {kl}; {limit}")]
 
