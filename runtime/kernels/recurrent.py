@@ -3,6 +3,7 @@
 Results have gradients; states have none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from mycli.runtime.kernels.reference import rms_norm
 
 DELTA_CHUNK = 64  # tokens of one chunk, inside which the recurrence is a triangular solve
 CHANNEL_CHUNK = 16  # with decays by channel, where each pair of tokens of a chunk has a decay for each
-_L2_EPS = 1e-6  # added to the sum of squares of a query or key
+L2_EPS = 1e-6  # added to the sum of squares of a query or key
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,46 @@ class Runs:
     def alike(cls, sequences: int, tokens: int) -> "Runs":
         """Return runs of the same number of tokens, sequence s in slot s."""
         return cls(tuple(range(0, (sequences + 1) * tokens, tokens)), tuple(range(sequences)))
+
+
+@dataclass(frozen=True)
+class DeviceRuns:
+    """The tokens of a captured pass: `tokens` rows of each sequence, the first `counts` of which are not padding.
+
+    starts int32 [sequences]: positions of the first tokens; at 0 a state is zero. slots int64 [sequences]; counts int32
+    [sequences], 0 for a padding sequence. Result rows of padding are undefined. advances: whether states change.
+    """
+
+    tokens: int
+    starts: Tensor
+    slots: Tensor
+    counts: Tensor
+    advances: bool = True
+
+    def run(
+        self,
+        step: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Runs], Tensor],
+        rows: tuple[Tensor, ...],
+        states: tuple[Tensor, ...],
+    ) -> Tensor:
+        """Apply `step` to the rows that are not padding, sequence by sequence: rows and states on the CPU."""
+        parts = []
+        bounds = zip(self.starts.tolist(), self.slots.tolist(), self.counts.tolist(), strict=True)
+        for place, (start, slot, count) in enumerate(bounds):
+            own = tuple(state[slot : slot + 1] for state in states)
+            own = own if self.advances else tuple(state.clone() for state in own)
+            if not start and count:
+                for state in own:
+                    state.zero_()
+            first = place * self.tokens
+            part = step(tuple(row[first : first + count] for row in rows), own, Runs.alike(1, count)) if count else None
+            parts.append((first, part))
+        (_, example), *_ = ((first, part) for first, part in parts if part is not None)
+        result = example.new_zeros(len(rows[0]), *example.shape[1:])
+        for first, part in parts:
+            if part is not None:
+                result[first : first + len(part)] = part
+        return result
 
 
 @dataclass(frozen=True)
@@ -118,7 +159,7 @@ def _scan(qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tens
 
 
 def _normalize(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 def _chunk(

@@ -33,7 +33,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
+from mycli.runtime.kernels.recurrent import DeltaSizes, DeviceRuns, Runs, ScanSizes
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
@@ -98,6 +98,11 @@ def _late(module: str, name: str, **options: object) -> Callable[..., Any]:
     return kernel
 
 
+def _recurrent(name: str) -> tuple[Callable[..., Any], ...]:
+    native, device = _late("kernels.cpu.recurrent", f"native_{name}"), _late("kernels.triton.recurrent", f"triton_{name}")
+    return native, device, _late("kernels.recurrent", name)
+
+
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 DENSE_PRODUCT = Operation(
     "dense product",
@@ -134,7 +139,12 @@ PROMPT_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] =
     "attention of prompts over blocks", (_late("kernels.triton.paged_attention", "triton_attend_prompt"),)
 )
 LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
-    "latent attention over blocks", (_late("kernels.cpu.latent", "native_latent_attention"), reference.attend_latent)
+    "latent attention over blocks",
+    (
+        _late("kernels.cpu.latent", "native_latent_attention"),
+        _late("kernels.triton.latent", "triton_latent_attention"),
+        reference.attend_latent,
+    ),
 )
 HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 HEAD_PRODUCT = Operation(
@@ -147,14 +157,15 @@ PORTABLE_HEAD_PRODUCT = Operation(
 VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation(
     "packing of vectors", (native_pack_int4, _late("cache.int4", "pack_int4"))
 )
-CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]
-CONVOLUTION = Operation("short convolution", (_late("kernels.cpu.recurrent", "native_convolve"), recurrent.convolve))
-DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs, DeltaSizes], Tensor]
-DELTA_RULE = Operation("gated delta rule", (_late("kernels.cpu.recurrent", "native_delta_rule"), recurrent.delta_rule))
+# The references compute the runs that the host knows.
+CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs | DeviceRuns, bool], Tensor]
+CONVOLUTION = Operation("short convolution", _recurrent("convolve"))
+DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs | DeviceRuns, DeltaSizes], Tensor]
+DELTA_RULE = Operation("gated delta rule", _recurrent("delta_rule"))
 GATED_NORM: Operation[[Tensor, Tensor, float, Tensor, bool], Tensor]
 GATED_NORM = Operation("gated norm", (_late("kernels.cpu.recurrent", "native_gated_norm"), recurrent.gated_norm))
-SCAN: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Runs, ScanSizes], Tensor]
-SCAN = Operation("state space scan", (_late("kernels.cpu.recurrent", "native_scan"), recurrent.scan))
+SCAN: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Runs | DeviceRuns, ScanSizes], Tensor]
+SCAN = Operation("state space scan", _recurrent("scan"))
 GROUP_NORM: Operation[[Tensor, Tensor, float, Tensor, int], Tensor]
 GROUP_NORM = Operation(
     "gated norm of groups", (_late("kernels.cpu.recurrent", "native_group_norm"), recurrent.group_norm)

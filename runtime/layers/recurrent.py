@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
+from mycli.runtime.kernels.recurrent import DeltaSizes, DeviceRuns, Runs, ScanSizes
 from mycli.runtime.kernels.registry import ACTIVATION, CONVOLUTION, DELTA_RULE, GATED_NORM, GROUP_NORM, RMS_NORM, SCAN
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
@@ -28,7 +28,8 @@ from mycli.runtime.models.recurrent_spec import (
 )
 
 Rows = tuple[Tensor, ...]  # [rows, ...] each
-Advance = Callable[[Rows, tuple[Tensor, ...], Runs], Tensor]  # rows and states to [rows, width]; updates the states
+# Rows and states to [rows, width]; updates the states.
+Advance = Callable[[Rows, tuple[Tensor, ...], Runs | DeviceRuns], Tensor]
 
 
 class RecurrentStates(Protocol):
@@ -136,7 +137,7 @@ class _DeltaRule(nn.Module):
         """Bytes of the tensors that are neither linears nor norms."""
         return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
-    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs | DeviceRuns) -> Tensor:
         """Advance the states by rows of (convolution input, gates); an `Advance`."""
         (mixed, gates), (inputs, matrices) = rows, states
         qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
@@ -242,7 +243,7 @@ class ShortConv(nn.Module):
         before, after, inner = projected.chunk(3, dim=-1)
         return after * states.advance(self._layer, self.spec, (before * inner,), self.advance)
 
-    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs | DeviceRuns) -> Tensor:
         """Advance the states by rows of the convolution input; an `Advance`."""
         return CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, states[0], runs, False)
 
@@ -261,6 +262,7 @@ class Mamba(nn.Module):
         self.out = Linear((spec.out,))
         self.unquantized: tuple[Linear, ...] = ()
         self.rate, self.dt_bias, self.skip = (torch.empty(spec.heads, device="meta") for _ in range(3))
+        self._multipliers: Tensor | None = None  # fp64, of each column of `projection`
 
     @property
     def nbytes(self) -> int:
@@ -272,11 +274,16 @@ class Mamba(nn.Module):
         names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
         decay, self.dt_bias, self.skip = (checkpoint.read(name).to(device, torch.float32) for name in names)
         self.rate = -decay.exp()
+        spec = self.spec
+        if spec.multipliers:
+            counts = torch.tensor((spec.inner, spec.inner, *2 * (spec.groups * spec.state_dim,), spec.heads))
+            values = torch.tensor(spec.multipliers, dtype=torch.float64)
+            self._multipliers = values.repeat_interleave(counts).to(device)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         spec = self.spec
-        if spec.multipliers:
-            projected = projected * self._multipliers(projected)
+        if self._multipliers is not None:
+            projected = projected * self._multipliers.to(projected.dtype)
         gate, mixed, steps = torch.split(projected, [spec.inner, spec.convolution.channels, spec.heads], dim=-1)
         scanned = states.advance(self._layer, spec, (mixed, steps), self.advance)
         if self.norm is None:
@@ -289,13 +296,7 @@ class Mamba(nn.Module):
         rows = scanned.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1)
         return GROUP_NORM(*rows, spec.norm_groups).view_as(scanned)
 
-    def _multipliers(self, projected: Tensor) -> Tensor:
-        spec = self.spec
-        counts = torch.tensor((spec.inner, spec.inner, *2 * (spec.groups * spec.state_dim,), spec.heads))
-        values = torch.tensor(spec.multipliers, dtype=projected.dtype)
-        return values.repeat_interleave(counts).to(projected.device)
-
-    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs | DeviceRuns) -> Tensor:
         """Advance the states by rows of (convolution input, steps); an `Advance`."""
         (mixed, steps), (inputs, matrices) = rows, states
         x = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)

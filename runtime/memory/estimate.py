@@ -147,11 +147,12 @@ def allocator_bytes(plan: MemoryPlan) -> int:
 
 
 def captured_bytes(plan: MemoryPlan) -> int:
-    """Return the bytes of captured passes: on a GPU, for a model without recurrent layers."""
+    """Return the bytes of captured passes, which a GPU has."""
     # An upper bound: also counted for a model whose passes turn out to be declined.
     specs = plan.config.layer_specs
-    unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
-    if not plan.gpu or unread or plan.config.has_recurrent:
+    latent = any(spec.latent is not None for spec in specs)
+    unread = plan.kv == "int4" and (latent or plan.config.head_dim not in FUSED_INT4_HEADS)
+    if not plan.gpu or unread:
         return 0
     from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, captured_rows, graph_bytes
 

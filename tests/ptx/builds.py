@@ -203,8 +203,10 @@ def expert_builds(capability: int) -> Iterator[Build]:
     whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
     sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
     given = {**whole, **sizes, "epsilon": "fp32", "scale": "fp32", "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
-    for how, scored in ((" by softmax", {"correction": None}), (" by sigmoid", {"correction": "*fp32"})):
-        options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored["correction"] is not None} | pdl
+    given["top_groups"] = "i32"
+    softmax, sigmoid = {"correction": None}, {"correction": "*fp32"}
+    for how, scored, groups in ((" by softmax", softmax, 1), (" by sigmoid", sigmoid, 1), (" by groups", sigmoid, 8)):
+        options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored is sigmoid, "GROUPS": groups, "BEST": 2} | pdl
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
     yield Build("place pairs", place_kernel, given, {"BLOCK": 1024} | pdl, unaligned=("pairs", "top_k"))
     yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))

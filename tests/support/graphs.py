@@ -6,10 +6,13 @@ from mycli.runtime.engine.passes.graphs import Launches
 
 
 def recording(work: Launches) -> Launches:
-    """Imitate a CUDA graph: run once at capture; replays write to the same buffers."""
-    out = work().clone()
+    """Imitate a CUDA graph: nothing runs at capture, and all replays write to the same buffers."""
+    out: list[Tensor] = []
 
     def again() -> Tensor:
-        return out.copy_(work())
+        made = work()
+        if not out:
+            out.append(made.clone())
+        return out[0].copy_(made)
 
     return again

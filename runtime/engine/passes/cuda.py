@@ -8,7 +8,7 @@ tables are copied into its buffers before each replay, so sequences may come, go
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -35,6 +35,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences, padded_tokens
 from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every machine
@@ -106,6 +107,8 @@ class CudaPass:
         if shape is None or not self.step.takes(*shape[:2]):
             longest = max([chunk.count for chunk in work.chunks])
             return Declined("fused-shape", {"sequences": len(work.chunks), "tokens": longest})
+        if work.cache.states.recurrent and any([chunk.drafted for chunk in work.chunks]):
+            return Declined("drafted-states")
         if shape in self._refused:
             return self._refused[shape]
         width = block_table_width(work)
@@ -137,7 +140,7 @@ class CudaPass:
         """
         shape = _shape(work)
         if shape is not None and self.takes(work) is None:
-            self.step(_inputs(work, shape), work.rope, work.cache, _last_only(work))
+            self.step(replace(_inputs(work, shape), advances=False), work.rope, work.cache, _last_only(work))
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         assert self.loop is not None
@@ -169,18 +172,33 @@ class CudaPass:
         shape, last = key
         expected = None
         if not self.trusts(shape):
-            expected = self._plain.logits(work)  # first: the cache must end up with what replays write
-        inputs = _inputs(work, shape)
-        logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
+            expected = self._expected(work)  # first: the cache must end up with what replays write
+        inputs, recurrent = _inputs(work, shape), work.cache.states.recurrent
+        # Where it fails or differs, states must be as before: `plain` goes on from them.
+        logits = self.step(replace(inputs, advances=not recurrent), held.rope, work.cache, last)[: len(work.chunks)]
         declined = None
         if expected is not None:
             declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
             return None
+        if recurrent:
+            logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
         self._compared.add(shape)
         held.by_shape[key] = None
         return logits
+
+    def _expected(self, work: PassInput) -> Tensor:
+        """Return the logits of `plain`; states stay as they are."""
+        states = work.cache.states
+        if not states.recurrent:
+            return self._plain.logits(work)
+        chunks = [replace(chunk, drafted=chunk.count) for chunk in work.chunks]
+        try:
+            return self._plain.logits(replace(work, chunks=chunks))
+        finally:
+            for chunk in chunks:
+                states.commit_drafts(chunk.state, 0)
 
     def _captured(self, work: PassInput, held: _CacheGraphs, key: tuple[_Shape, bool]) -> _Captured:
         assert self._capture is not None
@@ -222,7 +240,8 @@ def _without_padding(logits: Tensor, work: PassInput) -> Tensor:
 
 def _inputs(work: PassInput, shape: _Shape) -> StepInput:
     sequences, new, padded = shape
-    inputs = StepInput.zeros(sequences, new, block_table_width(work), work.rope.device, padded)
+    width, recurrent = block_table_width(work), work.cache.states.recurrent
+    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent)
     inputs.fill(work.chunks)
     return inputs
 
@@ -263,7 +282,8 @@ def _compile_looping(
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
     way = compile_step(model, step, kv, GraphCapture(), report, name, step)
-    if isinstance(way, CudaPass):
+    # The loop runs ahead of what the host accepts, and a recurrent state cannot be taken back.
+    if isinstance(way, CudaPass) and not model.config.has_recurrent:
         way.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
     return way
 
@@ -282,8 +302,10 @@ def compile_step(
     layers: the step, if its layers are compared one by one too.
     """
     odd = {spec.head_dim for spec in model.config.attentions} - set(FUSED_INT4_HEADS)
-    if kv == "int4" and odd:
-        declined: Declined | None = Declined("int4-head", {"head_dim": min(odd)})
+    if kv == "int4" and any(isinstance(spec, LatentAttentionSpec) for spec in model.config.attentions):
+        declined: Declined | None = Declined("latents-in-int4")
+    elif kv == "int4" and odd:
+        declined = Declined("int4-head", {"head_dim": min(odd)})
     else:
         try:
             most = tolerance(model, kv)

@@ -80,8 +80,6 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
         return Declined("expert-norms")
     if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):
         return Declined("shared-expert-norms")
-    if spec.routing.groups > 1:
-        return Declined("expert-groups")
     if spec.expert_scales is not None or any(linear.bias for linear in spec.unquantized):
         return Declined("router-bias")
     shared = () if spec.shared is None else spec.shared.mlp.linears

@@ -19,6 +19,8 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer, pass_context
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
+from mycli.runtime.models.part_spec import AttentionSpec
 
 # A layer reads the plain pass's own input, so that differences do not add up over layers and a wrong layer has a name.
 # What it adds to the stream may differ by this. pico's layers differ by 0.2 to 1.0 % between bf16 and fp32.
@@ -68,22 +70,30 @@ class _Compared:
         self._model, self._rope = model, rope
         self._blocks = tuple(reversed(range(-(-rope.positions // block_size))))
         dtype = cache_dtype(kv, model.dtype)
-        self.cache = KVCache(model.config, len(self._blocks), block_size, model.device, dtype)
+        self.cache = KVCache(model.config, len(self._blocks), block_size, model.device, dtype, slots=2)
         self.sequences = min(len(self._blocks), 2)
         self._prefix = min(_CHECK_PREFIX, rope.positions - most)
         self._tokens = [index * 7919 % model.config.vocab_size for index in range(self._prefix + most)]
         self.plain(Chunk(self._tokens[: self._prefix], 0, self._blocks, 0))
+        self.cache.states.copy(0, 1)
+
+    def rewind(self) -> None:
+        """Put the recurrent states back to after the prefix."""
+        self.cache.states.copy(1, 0)
 
     def chunk(self, count: int) -> Chunk:
         return Chunk(self._tokens[self._prefix : self._prefix + count], self._prefix, self._blocks, count)
 
     def plain(self, chunk: Chunk) -> Tensor:
+        if chunk.start:
+            self.rewind()
         batch = Batch.of([chunk], self.cache.block_size, self._model.device)
         logits: Tensor = self._model(batch, self._rope, self.cache)
         return logits
 
     def inputs(self, chunk: Chunk) -> StepInput:
-        inputs = StepInput.zeros(self.sequences, chunk.count, len(self._blocks), self._model.device)
+        width, recurrent = len(self._blocks), self.cache.states.recurrent
+        inputs = StepInput.zeros(self.sequences, chunk.count, width, self._model.device, recurrent=recurrent)
         inputs.fill([chunk])
         return inputs
 
@@ -96,12 +106,15 @@ class _Compared:
     def logits(self, step: Step, count: int, capture: Capture | None, most: float) -> Declined | None:
         chunk = self.chunk(count)
         expected, inputs = self.plain(chunk)[None], self.inputs(chunk)
+        self.rewind()
         logits = step(inputs, self._rope, self.cache, last=False)
         declined = compare_logits(logits[:1], expected, most)
         if declined is not None or capture is None:
             return declined
         logits = logits.clone()
-        replayed = capture(partial(step, inputs, self._rope, self.cache, last=False))()
+        replay = capture(partial(step, inputs, self._rope, self.cache, last=False))
+        self.rewind()
+        replayed = replay()
         return None if torch.equal(replayed[:1], logits[:1]) else Declined("replay-differs")
 
     def layers(self, step: LayeredStep, count: int) -> Declined | None:
@@ -109,10 +122,12 @@ class _Compared:
         batch, inputs = Batch.of([chunk], self.cache.block_size, model.device), self.inputs(chunk)
         x, per_layer = model.enter(batch.tokens[None])
         context = pass_context(batch, self._rope, self.cache, per_layer)
+        self.rewind()
         for index, block in enumerate(model.layers()):
             with _router_scores(block) as scores:
                 expected = block(x, context)
             written = self._written(index, chunk)
+            self.rewind()
             repeated = [score.repeat(self.sequences, 1) for score in scores]
             stream = x[0].repeat(self.sequences, 1)
             actual = step.run_layer(index, stream, inputs, self._rope, self.cache, *repeated)[:count]
@@ -128,11 +143,14 @@ class _Compared:
         return None
 
     def _written(self, layer: int, chunk: Chunk) -> list[Tensor]:
-        spec = self._model.config.layer(layer)
-        if spec.mixer is None or spec.attention.kv_source is not None:
-            return []
-        stored = self.cache.read(layer, chunk.blocks, chunk.length)
-        return [part.last(chunk.count).dense(torch.float32).clone() for part in stored]
+        """Return what a layer wrote to the cache for the tokens of `chunk`, and its states."""
+        spec, written = self._model.config.layer(layer), list[Tensor]()
+        if spec.recurrent is not None:
+            written = [state[0].clone() for state in self.cache.states.layer(layer)]
+        if isinstance(spec.mixer, AttentionSpec | LatentAttentionSpec) and spec.mixer.kv_source is None:
+            stored = self.cache.read(layer, chunk.blocks, chunk.length)
+            written += [part.last(chunk.count).dense(torch.float32).clone() for part in stored]
+        return written
 
 
 def _change_difference(actual: Tensor, expected: Tensor, x: Tensor) -> float:

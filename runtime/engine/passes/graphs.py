@@ -23,22 +23,28 @@ class StepInput:
 
     tokens int64 [sequences, new]; lengths int32 [sequences], including all new tokens, 0 for a padding sequence;
     block_table int32 [sequences, blocks]; counts int32 [sequences]: new tokens of each sequence that are not padding,
-    which come first; None if there is no padding.
+    which come first; None if there is no padding. states int64 [sequences]: slots of recurrent states, if there are
+    any; advances: whether the step changes them.
     """
 
     tokens: Tensor
     lengths: Tensor
     block_table: Tensor
     counts: Tensor | None = None
+    states: Tensor | None = None
+    advances: bool = True
 
     @classmethod
-    def zeros(cls, sequences: int, new: int, width: int, device: torch.device, padded: bool = False) -> "StepInput":
+    def zeros(
+        cls, sequences: int, new: int, width: int, device: torch.device, padded: bool = False, recurrent: bool = False
+    ) -> "StepInput":
         """Return an input without sequences; padded: they may have fewer than `new` tokens."""
         return cls(
             torch.zeros(sequences, new, dtype=torch.int64, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device),
             torch.zeros(sequences, width, dtype=torch.int32, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device) if padded else None,
+            torch.zeros(sequences, dtype=torch.int64, device=device) if recurrent else None,
         )
 
     @property
@@ -64,6 +70,9 @@ class StepInput:
         if self.counts is not None:
             counts = [chunk.count for chunk in chunks] + absent
             self.counts.copy_(torch.tensor(counts, dtype=torch.int32), non_blocking=True)
+        if self.states is not None:
+            slots = [chunk.state for chunk in chunks] + absent
+            self.states.copy_(torch.tensor(slots, dtype=torch.int64), non_blocking=True)
         self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
         self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)

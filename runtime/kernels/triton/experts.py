@@ -23,7 +23,6 @@ from mycli.runtime.quantization.packed_weight import Matmul
 
 _LINE = 16  # bytes: unit of weight addresses, and the width of a load
 _PAIRS = 1024  # (token, expert) pairs per iteration of `place_kernel`
-_GROUPS = Declined("no-expert-groups")
 _NOT_TRITON = Declined("not-triton-layout")
 _NOT_CUDA = Declined("cuda-rows-without-gradient")
 
@@ -71,7 +70,7 @@ def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tenso
 
 
 def route_tokens(scores: Tensor, routing: RoutingSpec, correction: Tensor | None = None, pdl: bool = False) -> Route:
-    """Compute `reference.route` without groups in two launches; among equal scores the first expert is higher.
+    """Compute `reference.route` in two launches; among equal scores the first expert or group is higher.
 
     `hit` are all experts. pdl: the launches may begin before the one that computes the scores ends (`triton.pdl`).
     """
@@ -91,7 +90,10 @@ def route_tokens(scores: Tensor, routing: RoutingSpec, correction: Tensor | None
     weights = torch.empty((tokens, top_k), device=scores.device)
     choose_kernel[(tokens,)](
         *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, routing.epsilon, routing.scale),
+        routing.top_groups,
         EXPERTS=next_power_of_2(experts),
+        GROUPS=routing.groups,
+        BEST=routing.group_best,
         NORMALIZED=routing.normalize,
         SIGMOID=routing.scoring == "sigmoid",
         PDL=pdl,
@@ -119,8 +121,6 @@ def sum_weighted(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 def triton_route(scores: Tensor, routing: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
     """Compute `route_tokens` on a GPU."""
-    if routing.groups > 1:
-        return _GROUPS
     if (declined := decline_routing(routing)) is not None:
         return declined
     return _decline(scores) or route_tokens(scores.contiguous(), routing, correction)

@@ -14,6 +14,32 @@ _LOWEST = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
+def _in_best_groups(
+    ranked, expert, known, experts, top_groups, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr
+):
+    """Return which experts are in the `top_groups` groups with the largest sum of their BEST highest scores."""
+    group = expert // (experts // GROUPS)
+    sums: tl.tuple = ()
+    for index in tl.static_range(GROUPS):
+        inside = tl.where(known & (group == index), ranked, float("-inf"))
+        best = tl.max(inside, 0)
+        if BEST == 2:
+            first = tl.min(tl.where(inside == best, expert, EXPERTS), 0)
+            best += tl.max(tl.where(expert == first, float("-inf"), inside), 0)
+        sums = sums + (best,)
+    taken = expert < 0
+    for index in tl.static_range(GROUPS):
+        ahead = 0
+        for other in tl.static_range(GROUPS):
+            if other < index:  # among equals the first is higher
+                ahead += (sums[other] >= sums[index]).to(tl.int32)
+            elif other > index:
+                ahead += (sums[other] > sums[index]).to(tl.int32)
+        taken = taken | ((group == index) & (ahead < top_groups))
+    return taken
+
+
+@triton.jit
 def choose_kernel(
     scores,  # [tokens, experts], rows `stride` apart
     correction,  # fp32 [experts], or None
@@ -24,12 +50,15 @@ def choose_kernel(
     top_k,
     epsilon,
     scale,
+    top_groups,
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
+    GROUPS: tl.constexpr,
+    BEST: tl.constexpr,  # scores of a group that count, 1 or 2
     NORMALIZED: tl.constexpr,
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tokens): select experts and weights as `RoutingSpec` describes, without groups."""
+    """Grid (tokens): select experts and weights as `RoutingSpec` describes."""
     if PDL:
         pdl_wait()
     token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
@@ -42,14 +71,18 @@ def choose_kernel(
     else:
         value = tl.where(known, tl.exp(score - top), 0.0)
         total = tl.sum(value, 0)
-    # The softmax keeps the order of scores, so these are compared. A key has the score in the order of its bits, so
+    # The softmax keeps the order of scores, so these are compared; groups compare sums of values. A key has the score in the order of its bits, so
     # that NaN has a place too, above the expert's index: among equals the first is higher, and none is selected twice.
-    compared = score
+    compared, taken = score, known
     if correction is not None:
         compared = value / total + tl.load(correction + expert, mask=known, other=0.0)
+    elif GROUPS > 1:
+        compared = value / total
+    if GROUPS > 1:
+        taken = taken & _in_best_groups(compared, expert, known, experts, top_groups, EXPERTS, GROUPS, BEST)
     bits = tl.where(compared == 0.0, 0.0, compared).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(known, (ordered.to(tl.int64) << 32) | (EXPERTS - expert).to(tl.int64), _LOWEST)
+    key = tl.where(taken, (ordered.to(tl.int64) << 32) | (EXPERTS - expert).to(tl.int64), _LOWEST)
     if NORMALIZED:
         rest = key
         total = epsilon * total  # values are not divided by their sum yet

@@ -128,6 +128,12 @@ CHOICES = {
     "sigmoid-corrected-scaled": (RoutingSpec(4, normalize=True, scoring="sigmoid", epsilon=0.5, scale=2.5), True),
     "softmax-corrected": (RoutingSpec(4, normalize=True, epsilon=0.1), True),
     "softmax-corrected-of-all": (RoutingSpec(2, normalize=False), True),
+    "groups-sigmoid-corrected": (
+        RoutingSpec(3, normalize=True, scoring="sigmoid", groups=4, top_groups=2, scale=2.5),
+        True,
+    ),
+    "groups-by-one-of-three": (RoutingSpec(4, normalize=False, groups=3, top_groups=1, group_best=1), False),
+    "groups-all": (RoutingSpec(4, normalize=True, groups=2, top_groups=2), False),
 }
 
 
@@ -203,7 +209,6 @@ def test_declines_what_others_do_sooner() -> None:
     assert "too-many-rows-per-expert" in str(triton_routed_product([one], many, starts, None))
     assert "not-triton-layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
     assert "cuda-rows" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True)))
-    assert "no-expert-groups" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True, groups=2)))
     assert "cuda-rows" in str(triton_weighted_sum(many, starts.view(1, 2), torch.ones(1, 2)))
 
 

@@ -3,7 +3,9 @@
 A recording replaces the CUDA graph, and the native kernel the GPU's attention.
 """
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -19,16 +21,17 @@ from mycli.runtime.engine.passes import COMPILERS, Compiler, Passes, compile_pas
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
 from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_captured, decline_waiting
 from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
 from tests.support.families import CASES, make
 from tests.support.graphs import recording
 from tests.support.grids import chosen
 from tests.support.native_parts import WIDE, load_bf16, need_native_code
-from tests.support.recurrent_families import RECURRENT
 
 # Softcaps, post-norms; sinks, biases; partial and interleaved rotary; layers without rotary; per-layer inputs and
 # shared keys; queries scaled by position; multipliers; norms over all heads; parallel attention and MLP; a dense Llama.
@@ -44,48 +47,60 @@ QUICK = [
     "olmo3-window7",
     "cohere2-window7-tied",
     "llama-gqa4:2-hd16",
+    "qwen3_5-delta",
+    "qwen3_next-8top3",
+    "lfm2-untied-biases",
+    "granitemoehybrid-8top3",
+    "falcon_h1-multipliers",
+    "mamba2-2-groups",
+    "kimi_linear-8top3",
+    "deepseek_v2-yarn",
 ]
 # Without families whose tables depend on the length, whose heads are too narrow for native code, or whose experts are
 # chosen in plain torch.
-LEFT_OUT = ("dynamic", "alpha", "groups", "longrope-beyond", "kolibri1", "laguna", "phimoe")
-FIXED = [case for case in CASES if case not in RECURRENT and not any(word in case for word in LEFT_OUT)]
+LEFT_OUT = ("dynamic", "alpha", "longrope-beyond", "kolibri1", "laguna", "phimoe")
+FIXED = [case for case in CASES if not any(word in case for word in LEFT_OUT)]
+HEADS = {"mamba2-2-groups": {"num_heads": 16}, "mamba2-odd-sizes-biases-tied": {"num_heads": 12}}  # for WIDE
 LENGTHS = (61, 5, 64)  # tokens before the compared passes: blocks of 64 are started and crossed
 TABLES = ((5, 2), (4,), (1, 3))
+SLOTS = (2, 0, 3)  # of recurrent states
 
 
 def passes_of(runner: ModelRunner, kind: KvDtype) -> tuple[list[Tensor], list[Tensor]]:
     """Return the logits of decode steps, of verified drafts and of prompts, and the cache contents afterwards."""
-    cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype))
+    cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype), slots=4)
     runner.rope(2 * KEY_BLOCK)
     generator, vocab = torch.Generator().manual_seed(1), runner.config.vocab_size
     texts = [torch.randint(3, vocab, (length + 40,), generator=generator).tolist() for length in LENGTHS]
-    for text, length, blocks in zip(texts, LENGTHS, TABLES, strict=True):
-        runner.run([Chunk(text[:length], 0, blocks, 0)], cache)
+    for slot, (text, length, blocks) in enumerate(zip(texts, LENGTHS, TABLES, strict=True)):
+        runner.run([Chunk(text[:length], 0, blocks, 0, SLOTS[slot])], cache)
     found, done = [], 0
     for new, sequences in ((1, 3), (1, 3), (3, 3), (1, 2), (3, 1), (1, 3)):
         chunks = []
-        for text, length, blocks in list(zip(texts, LENGTHS, TABLES, strict=True))[:sequences]:
+        for text, length, blocks, slot in list(zip(texts, LENGTHS, TABLES, SLOTS, strict=True))[:sequences]:
             start = length + done
-            chunks.append(Chunk(text[start : start + new], start, blocks, new))
+            chunks.append(Chunk(text[start : start + new], start, blocks, new, slot))
         found.append(runner.run(chunks, cache).clone())
         done += new
     for counts, every in (((20,), False), ((11,), True), ((1, 2), False), ((2, 1, 3), True)):  # padded to 16, 32, 8
         chunks = []
-        for text, length, blocks, count in zip(texts, LENGTHS, TABLES, counts, strict=False):
+        for text, length, blocks, slot, count in zip(texts, LENGTHS, TABLES, SLOTS, counts, strict=False):
             start = length + done
-            chunks.append(Chunk(text[start : start + count], start, blocks, count if every else 1))
+            chunks.append(Chunk(text[start : start + count], start, blocks, count if every else 1, slot))
         found.append(runner.run(chunks, cache).clone())
         done += 0 if counts == (20,) else max(counts)
+    found.append(runner.run([Chunk(texts[0][:9], 0, TABLES[0], 1, SLOTS[0])], cache).clone())  # a new sequence
     parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
     held = [tensor for part in parts for tensor in (part.data, part.scales) if tensor is not None]
-    return found, held
+    recurrent = [spec.index for spec in runner.config.layer_specs if spec.recurrent is not None]
+    return found, [*held, *(state for layer in recurrent for state in cache.states.layer(layer))]
 
 
 @pytest.mark.parametrize("case", chosen(FIXED, QUICK))
 def test_the_captured_pass_is_the_plain_one(case: str, tmp_path: Path) -> None:
     need_native_code()
     model_type, changes = CASES[case]
-    make(tmp_path, model_type, {**WIDE, **changes})
+    make(tmp_path, model_type, {**WIDE, **changes, **HEADS.get(case, {})})
     check(load_bf16(tmp_path).model, "auto")
 
 
@@ -142,11 +157,88 @@ def check(model: Transformer, kind: KvDtype) -> None:
     assert shapes == equal | {(1, 32, True), (1, 16, True), (2, 8, True), (4, 8, True)}, "padded to 1, 2 and 4"
 
 
-def test_what_cannot_be_captured_has_its_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_latents_and_states_with_quantized_caches(kind: KvDtype, tmp_path: Path) -> None:
+    need_native_code()
+    model_type, changes = CASES["kimi_linear-8top3"]
+    make(tmp_path, model_type, {**WIDE, **changes, "kv_lora_rank": 64, "qk_rope_head_dim": 64})
+    check(load_bf16(tmp_path).model, kind)
+
+
+class Failing:
+    """A captured step that spoils the logits, or raises after it has run, as long as `fault` is set."""
+
+    def __init__(self, step: CapturedStep, fault: Literal["none", "differs", "raises"]) -> None:
+        self.step, self.fault = step, fault
+        self.takes = step.takes
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        logits = self.step(inputs, rope, cache, last)
+        if self.fault == "raises":
+            raise RuntimeError("no memory")
+        return -logits if self.fault == "differs" else logits
+
+
+@pytest.mark.parametrize("fault", ["none", "differs", "raises"])
+def test_states_advance_once_whatever_happens_to_the_first_pass(
+    fault: Literal["none", "differs", "raises"], tmp_path: Path
+) -> None:
+    """A first pass of nine rows is compared: neither the comparison nor a failure may advance the states."""
+    need_native_code()
+    model_type, changes = CASES["qwen3_5-delta"]
+    make(tmp_path, model_type, {**WIDE, **changes})
+    model, reported = load_bf16(tmp_path).model, list[Declined]()
+    step = CapturedStep.compile(model)
+    assert isinstance(step, CapturedStep)
+    plain = PlainPass(model)
+    way = CudaPass(Failing(step, fault), plain, recording, reported.append, name="captured")
+    results = []
+    for passes in (Passes((way, plain), {}), Passes((plain,), {})):
+        runner = ModelRunner(model, "auto", passes)
+        cache = KVCache(model.config, 9, KEY_BLOCK, model.device, torch.bfloat16, slots=9)
+        runner.rope(KEY_BLOCK)
+        logits = [
+            runner.run([Chunk([at + 7 * slot], at, (slot,), 1, slot) for slot in range(9)], cache).clone()
+            for at in range(4)
+        ]
+        drafts = runner.run([Chunk([1, 2, 3], 4, (0,), 3, 0, drafted=2)], cache).clone()
+        cache.states.commit_drafts(0, 2)
+        results.append([*logits, drafts, *cache.states.layer(0)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    code = {"none": [], "differs": ["logits-differ"], "raises": ["kernels-failed"]}[fault]
+    assert [declined.code for declined in reported] == code
+
+
+def test_what_compiles_the_kernels_leaves_the_states_alone(tmp_path: Path) -> None:
     model_type, changes = CASES["lfm2-tied"]
     make(tmp_path, model_type, {**WIDE, **changes})
-    declined = CapturedStep.compile(load_bf16(tmp_path).model)
-    assert isinstance(declined, Declined) and declined.code == "layer-recurrent"
+    model = load_bf16(tmp_path).model
+    step = CapturedStep.compile(model)
+    assert isinstance(step, CapturedStep)
+    way = CudaPass(step, PlainPass(model), recording)
+    cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
+    way.launch(PassInput([Chunk([5, 6], 0, (0,), 1)], cache, ModelRunner(model).rope(KEY_BLOCK)))
+    assert cache.all(1)[0].data.any() and not cache.states.layer(0)[0].any()
+
+
+def test_drafts_of_recurrent_models_are_the_plain_passs(tmp_path: Path) -> None:
+    make(tmp_path, *CASES["lfm2-tied"])
+    model = load_bf16(tmp_path).model
+    step = CapturedStep.compile(model)
+    assert isinstance(step, CapturedStep)
+    way = CudaPass(step, PlainPass(model), recording)
+    cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
+    work = PassInput([Chunk([5, 6], 3, (0,), 2, drafted=1)], cache, ModelRunner(model).rope(KEY_BLOCK))
+    declined = way.takes(work)
+    assert declined is not None and declined.code == "drafted-states"
+    assert way.takes(replace(work, chunks=[replace(work.chunks[0], drafted=0)])) is None
+
+
+def test_what_cannot_be_captured_has_its_reason(tmp_path: Path) -> None:
+    model_type, changes = next(value for case, value in CASES.items() if case.startswith("llama4"))
+    make(tmp_path, model_type, {**WIDE, **changes})
+    declined = decline_captured(open_model_folder(tmp_path).config)
+    assert declined is not None and declined.code == "attention-chunks"
 
 
 def test_experts_that_the_host_must_know_are_not_captured(tmp_path: Path) -> None:

@@ -100,10 +100,14 @@ class Spoiled:
         if layer != self.layer:
             return after
         cache.all(layer)[1].data.mul_(self.stored)
+        if not cache.all(layer)[1].data.shape[1]:  # no heads: the layer has states
+            cache.states.layer(layer)[-1].mul_(self.stored)
         return stream + (after - stream) * self.added
 
 
-@pytest.mark.parametrize("case", ["gemma2-window7-tied", "gpt_oss-window7-gqa4:2"])
+@pytest.mark.parametrize(
+    "case", ["gemma2-window7-tied", "gpt_oss-window7-gqa4:2", "qwen3_5-delta", "kimi_linear-8top3", "deepseek_v2-yarn"]
+)
 def test_layers_of_the_captured_pass(case: str, tmp_path: Path) -> None:
     """A mixture of experts runs the experts of the plain pass, however its own scores are rounded."""
     need_native_code()

@@ -1,0 +1,84 @@
+"""The sequences of a captured pass: positions, cache blocks and slots of states as tensors on the device."""
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.engine.passes.graphs import StepInput
+from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.recurrent import DeviceRuns
+from mycli.runtime.kernels.registry import LATENT_ATTENTION, PAGED_ATTENTION, PROMPT_ATTENTION, VECTOR_PACKING
+from mycli.runtime.layers.attention import KeyValue
+from mycli.runtime.layers.recurrent import Advance, Rows
+from mycli.runtime.memory.graphs import MOST_ROWS
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
+from mycli.runtime.models.part_spec import AttentionSpec
+from mycli.runtime.models.recurrent_spec import RecurrentSpec
+
+
+class DeviceSequences:
+    """The sequences of a pass as tensors, with their attention (`AttentionContext`) and states (`RecurrentStates`)."""
+
+    def __init__(self, inputs: StepInput, cache: KVCache) -> None:
+        # Padding repeats the first sequence: it writes the same values to the same places, and no kernel needs a case
+        # for it.
+        (count, new), present = inputs.tokens.shape, inputs.lengths > 0
+        lengths = torch.where(present, inputs.lengths, inputs.lengths[:1])
+        table = torch.where(present[:, None], inputs.block_table, inputs.block_table[:1])
+        self.tokens = torch.where(present[:, None], inputs.tokens, inputs.tokens[:1])
+        positions = lengths.long()[:, None] + torch.arange(-new, 0, device=lengths.device)
+        counts, self._rows = inputs.counts, None
+        if counts is not None:
+            # A row of padding stores the keys and values of the last token before it, at the same place.
+            counts = torch.where(present, counts, counts[:1])
+            row = torch.arange(new, device=lengths.device)[None].minimum(counts.long()[:, None] - 1)
+            positions = positions.gather(1, row)
+            self._rows = (row + new * torch.arange(count, device=lengths.device)[:, None]).flatten()
+        self.positions = positions.flatten()
+        self._cache = cache
+        self._blocks = table.long().gather(1, positions // cache.block_size).flatten()
+        self._offsets = self.positions % cache.block_size
+        starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
+        self._ragged = Ragged(starts, lengths, table, new, counts=counts)
+        if inputs.states is not None:
+            own = (torch.full_like(lengths, new) if counts is None else counts) * present
+            self._runs = DeviceRuns(new, lengths - new, inputs.states, own.int(), inputs.advances)
+            # The state of a sequence advances once: its padding, and padding sequences, repeat rows of the result.
+            first = torch.where(present, torch.arange(count, device=lengths.device), 0) * new
+            within = torch.arange(new, device=lengths.device).expand(count, new) if counts is None else row
+            self._advanced = None if count == 1 and counts is None else (first[:, None] + within).flatten()
+
+    def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
+        states, rows = self._cache.states.layer(layer), tuple(tensor[0] for tensor in rows)
+        if rows[0].device.type == "cpu":
+            result = self._runs.run(step, rows, states)
+        else:
+            result = step(rows, states, self._runs)
+        return (result if self._advanced is None else result.index_select(0, self._advanced))[None]
+
+    def _store(self, layer: int, new: KeyValue) -> None:
+        """Write keys and values [rows, kv_heads, size] of a layer to the cache."""
+        key, value = new
+        if self._rows is not None:
+            key, value = key.index_select(0, self._rows), value.index_select(0, self._rows)
+        if self._cache.dtype == PACKED:
+            key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
+        self._cache.write_at(layer, self._blocks, self._offsets, key, value)
+
+    def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
+        self._store(layer, (new[0].unsqueeze(1), new[1].unsqueeze(1)))
+        return LATENT_ATTENTION(*query, *self._cache.all(layer), self._ragged, spec.scale)
+
+    def attend(
+        self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        if new is not None:
+            self._store(layer, (new[0][0], new[1][0]))
+        layer = layer if spec.kv_source is None else spec.kv_source
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
+        if query.shape[1] > MOST_ROWS:
+            attended = PROMPT_ATTENTION.attempt(query[0], *self._cache.all(layer), self._ragged, scoring)
+            if attended is not None:
+                return attended[None]
+        return PAGED_ATTENTION(query[0], *self._cache.all(layer), self._ragged, scoring)[None]

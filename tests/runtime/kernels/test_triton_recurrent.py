@@ -1,0 +1,123 @@
+"""Test the recurrences of captured passes against the references in the interpreter: results and states."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.kernels.recurrent import DeltaSizes, DeviceRuns, ScanSizes, convolve, delta_rule, scan
+from mycli.runtime.kernels.triton.recurrent import triton_convolve, triton_delta_rule, triton_scan
+from tests.support.random_tensors import normal
+from tests.support.triton_interpreter import Interpret, interpret
+
+pytest.importorskip("triton")
+
+__all__ = ["interpret"]
+
+SLOTS = 6
+# Rows of a sequence, then of each sequence: position of the first row, rows that are not padding. The third is padding.
+SHAPES = [(1, ((5, 1), (0, 1), (9, 0), (2, 1))), (4, ((3, 4), (0, 2), (9, 0), (1, 1))), (19, ((0, 19), (7, 18), (9, 0)))]
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+Step = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Any], Tensor]
+
+
+def runs(shape: int, advances: bool = True) -> DeviceRuns:
+    tokens, sequences = SHAPES[shape]
+    starts, counts = (torch.tensor(values, dtype=torch.int32) for values in zip(*sequences, strict=True))
+    slots = torch.tensor([4, 0, 4, 3][: len(sequences)])  # padding has the slot of another sequence
+    return DeviceRuns(tokens, starts, slots, counts, advances)
+
+
+def compare(kernel: Step, reference: Step, rows: tuple[Tensor, ...], state: Tensor, shape: int) -> None:
+    """Check results and states of a kernel, and that a pass that does not advance leaves the states alone."""
+    for advances in (True, False):
+        given, ours, theirs = runs(shape, advances), state.clone(), state.clone()
+        found, expected = kernel(rows, (ours,), given), given.run(reference, rows, (theirs,))
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        for place, count in enumerate(given.counts.tolist()):
+            own = slice(place * given.tokens, place * given.tokens + count)
+            assert found[own].isfinite().all()
+            tolerance = DTYPES[found.dtype]
+            torch.testing.assert_close(found[own], expected[own], rtol=tolerance, atol=tolerance * 4)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert advances != torch.equal(ours, state)
+
+
+def convolved(taps: int, channels: int, bias: bool, silu: bool, dtype: torch.dtype, shape: int) -> None:
+    rows = len(SHAPES[shape][1]) * SHAPES[shape][0]
+    x = normal(rows, channels + 5).to(dtype)[:, 3 : 3 + channels]  # rows of a wider product
+    weight, shift = normal(taps, channels, seed=1), normal(channels, seed=2) if bias else None
+    compare(
+        lambda given, states, at: triton_convolve(given[0], weight, shift, states[0], at, silu),  # type: ignore[arg-type, return-value]  # never declined
+        lambda given, states, at: convolve(given[0], weight, shift, states[0], at, silu),
+        (x,),
+        normal(SLOTS, taps - 1, channels, seed=3),
+        shape,
+    )
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)), ids=["decode", "drafts", "prompts"])
+@pytest.mark.parametrize(
+    ("taps", "channels", "bias", "silu"), [(4, 48, True, True), (3, 300, False, False), (2, 16, True, False)]
+)
+def test_convolutions(taps: int, channels: int, bias: bool, silu: bool, shape: int, interpret: Interpret) -> None:
+    for dtype in DTYPES:
+        interpret(convolved, taps, channels, bias, silu, dtype, shape)
+
+
+def ruled(sizes: DeltaSizes, dtype: torch.dtype, shape: int) -> None:
+    rows = len(SHAPES[shape][1]) * SHAPES[shape][0]
+    width = 2 * sizes.key_heads * sizes.key_dim + sizes.heads * sizes.value_dim
+    gates = normal(rows, sizes.heads + sizes.decays + 5, seed=1).to(dtype)[:, 3 : 3 + sizes.heads + sizes.decays] * 2
+    rate, shift = -normal(sizes.heads, seed=2).exp(), normal(sizes.decays, seed=3)
+    compare(
+        lambda given, states, at: triton_delta_rule(*given, rate, shift, *states, at, sizes),  # type: ignore[arg-type, return-value]
+        lambda given, states, at: delta_rule(*given, rate, shift, *states, at, sizes),
+        (normal(rows, width).to(dtype), gates),
+        normal(SLOTS, sizes.heads, sizes.key_dim, sizes.value_dim, seed=4),
+        shape,
+    )
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)), ids=["decode", "drafts", "prompts"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        DeltaSizes(4, 2, 16, 32),
+        DeltaSizes(3, 1, 24, 20, beta_scale=2.0),
+        DeltaSizes(3, 3, 16, 16, by_channel=True),
+        DeltaSizes(2, 2, 24, 8, by_channel=True, floor=-5.0),
+    ],
+    ids=["copies", "odd", "channels", "floor"],
+)
+def test_delta_rules(sizes: DeltaSizes, shape: int, interpret: Interpret) -> None:
+    for dtype in DTYPES:
+        interpret(ruled, sizes, dtype, shape)
+
+
+def scanned(sizes: ScanSizes, dtype: torch.dtype, shape: int) -> None:
+    rows = len(SHAPES[shape][1]) * SHAPES[shape][0]
+    width = sizes.heads * sizes.head_dim + 2 * sizes.groups * sizes.state_dim
+    steps = normal(rows, sizes.heads + 3, seed=1).to(dtype)[:, 2 : 2 + sizes.heads] * 3
+    rate = -normal(sizes.heads, seed=2).exp()
+    shift, skip = normal(sizes.heads, seed=3), normal(sizes.heads, seed=5)
+    compare(
+        lambda given, states, at: triton_scan(*given, rate, shift, skip, *states, at, sizes),  # type: ignore[arg-type, return-value]
+        lambda given, states, at: scan(*given, rate, shift, skip, *states, at, sizes),
+        (normal(rows, width).to(dtype), steps),
+        normal(SLOTS, sizes.heads, sizes.state_dim, sizes.head_dim, seed=4),
+        shape,
+    )
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)), ids=["decode", "drafts", "prompts"])
+@pytest.mark.parametrize(
+    "sizes",
+    [ScanSizes(4, 2, 16, 16, (0.0, float("inf"))), ScanSizes(3, 1, 24, 20, (0.1, 0.9))],
+    ids=["groups", "odd-limits"],
+)
+def test_scans(sizes: ScanSizes, shape: int, interpret: Interpret) -> None:
+    for dtype in DTYPES:
+        interpret(scanned, sizes, dtype, shape)
