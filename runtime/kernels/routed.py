@@ -76,10 +76,8 @@ class Route:
 
 
 def decline_routing(choice: RoutingSpec) -> Declined | None:
-    """Return why only the reference routes by `choice`; None for softmax and sigmoids."""
-    if choice.scoring not in ("softmax", "sigmoid"):
-        return Declined("routing-kind", {"scoring": choice.scoring})
-    return Declined("routing-kind", {"scoring": "softcapped"}) if choice.softcap else None
+    """Return why only the reference routes by `choice`, or None."""
+    return Declined("routing-kind", {"scoring": choice.scoring}) if choice.scoring == "sparse_mixer" else None
 
 
 def mask_groups(values: Tensor, choice: RoutingSpec) -> Tensor:

@@ -3,15 +3,11 @@
 Needs no GPU. Shapes are those of Llama-3.1-8B where a kernel depends on them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton.attention import BLOCK_K, LEAST_TURNS, attend_stages, attend_warps, combination
 from mycli.runtime.kernels.triton.attention_kernel import attend_kernel
@@ -34,6 +30,8 @@ from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, mass_kernel, p
 from mycli.runtime.kernels.triton.split_k import Epilogue, epilogue_kernel, reduce_kernel
 from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, Limit, LogitSource, narrow_kernel
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
+from tests.ptx.build import Build
+from tests.ptx.state_builds import latent_builds, recurrent_builds
 
 TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
 
@@ -45,44 +43,6 @@ _ROTATED = RopeArguments(
     *(None,) * 4, "*bf16", "*bf16", None, "*i32", None, "*i32", "*bf16", "*bf16", "*bf16", None, None, None, "i32",
     *("i32",) * 7, "fp32", 64, 64, 1, 64, False, False, 1, False,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Build:
-    """The kernel and its compilation arguments. `weights`: number per iteration of its main loop, 0 if none.
-
-    types: of each argument that is not in `constants`; for a named tuple, a tuple of types and constants.
-    """
-
-    name: str
-    kernel: Any
-    types: Mapping[str, Any]
-    constants: Mapping[str, Any]
-    warps: int = 4
-    stages: int = 3
-    weights: int = 0
-    unaligned: tuple[str, ...] = ()  # integers that need not be multiples of 16
-
-    def compile(self, target: GPUTarget) -> Any:
-        """Compile the kernel; needs no GPU."""
-        constants: dict[Any, Any] = dict(self.constants)
-        aligned: dict[tuple[int, ...], list[list[Any]]] = {}
-
-        def type_of(path: tuple[int, ...], name: str, given: Any) -> Any:
-            if isinstance(given, tuple):
-                fields = given._asdict().items()  # type: ignore[attr-defined]  # they are named tuples
-                return type(given)(*(type_of((*path, i), *field) for i, field in enumerate(fields)))
-            if not isinstance(given, str):
-                constants[path] = given
-                return "constexpr"
-            if given != "constexpr" and name not in self.unaligned:
-                aligned[path] = [["tt.divisibility", 16]]
-            return given
-
-        names = [argument.name for argument in self.kernel.params]
-        signature = {name: type_of((i,), name, self.types.get(name, "constexpr")) for i, name in enumerate(names)}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
-        return triton.compile(source, target=target, options={"num_warps": self.warps, "num_stages": self.stages})
 
 
 def _multiply(
@@ -203,10 +163,11 @@ def expert_builds(capability: int) -> Iterator[Build]:
     whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
     sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
     given = {**whole, **sizes, "epsilon": "fp32", "scale": "fp32", "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
-    given["top_groups"] = "i32"
+    given |= {"softcap": "fp32", "top_groups": "i32"}
     softmax, sigmoid = {"correction": None}, {"correction": "*fp32"}
     for how, scored, groups in ((" by softmax", softmax, 1), (" by sigmoid", sigmoid, 1), (" by groups", sigmoid, 8)):
         options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored is sigmoid, "GROUPS": groups, "BEST": 2} | pdl
+        options |= {"OF_SCORES": False, "CAPPED": False}
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
     yield Build("place pairs", place_kernel, given, {"BLOCK": 1024} | pdl, unaligned=("pairs", "top_k"))
     yield Build("sum of experts", weighted_sum_kernel, given, {"BLOCK": 1024}, unaligned=("top_k",))
@@ -365,6 +326,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "BLOCK_K": BLOCK_K,
                 "TURNS": 1,
                 "WINDOW": False,
+                "CHUNKED": False,
                 "DOT": tl.float16 if stored == "*i8" else tl.bfloat16,
                 "ASM": True,
                 "LEAST_TURNS": LEAST_TURNS,
@@ -419,6 +381,8 @@ def builds(capability: int) -> Iterator[Build]:
     yield from decode_builds(capability)
     yield from prompt_builds(capability)
     yield from family_builds(capability)
+    yield from latent_builds(capability)
     if capability not in (86, 89):  # compute capabilities that share the tiles of 80, by major version
+        yield from recurrent_builds()
         yield from expert_builds(capability)
         yield from foreign_builds(capability)

@@ -20,7 +20,8 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tests.ptx.builds import Build, builds
+from tests.ptx.build import Build
+from tests.ptx.builds import builds
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"

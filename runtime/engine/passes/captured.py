@@ -32,8 +32,6 @@ from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
 def decline_captured(config: ModelConfig) -> Declined | None:
     """Return what in the declaration of a model cannot be captured, or None."""
     for spec in config.layer_specs:
-        if isinstance(spec.mixer, AttentionSpec) and spec.mixer.chunk is not None:
-            return Declined("attention-chunks")
         if isinstance(spec.mlp, ExpertsSpec) and (declined := decline_routing(spec.mlp.routing)) is not None:
             return declined  # what chooses in plain torch waits for the device
     return None

@@ -24,7 +24,14 @@ from mycli.runtime.engine.passes.cpu_structures import (
 )
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import native_window
-from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, PORTABLE_WEIGHTS, TABLE_WEIGHTS, c_choice
+from mycli.runtime.kernels.cpu.experts import (
+    DENSE_WEIGHTS,
+    PACKED_WEIGHTS,
+    PORTABLE_WEIGHTS,
+    TABLE_WEIGHTS,
+    c_choice,
+    decline_native_routing,
+)
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
     CChannelDeltaPart,
@@ -47,7 +54,6 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
-from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.layers.block import AlternatingUpdates, Attention, BlockPart, Parallel, PerLayer, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.latent import LatentAttention
@@ -323,7 +329,7 @@ def _experts(part: Experts) -> CExpertsPart:
     spec, streamed = part.spec, isinstance(part, StreamedExperts)
     if isinstance(part, StreamedExperts) and not part.uniform:
         raise NotNativeError(Declined("mixed-experts"))
-    require_native(decline_routing(spec.routing))
+    require_native(decline_native_routing(spec.routing))
     if spec.weigh_inputs:
         raise NotNativeError(Declined("expert-inputs"))
     if part.enter is not None:

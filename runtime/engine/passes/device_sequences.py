@@ -76,7 +76,7 @@ class DeviceSequences:
             self._store(layer, (new[0][0], new[1][0]))
         layer = layer if spec.kv_source is None else spec.kv_source
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
+        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks, spec.chunk)
         if query.shape[1] > MOST_ROWS:
             attended = PROMPT_ATTENTION.attempt(query[0], *self._cache.all(layer), self._ragged, scoring)
             if attended is not None:

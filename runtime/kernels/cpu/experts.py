@@ -17,7 +17,7 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, PortableMatmul, dense_product, no_memory_error
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
-from mycli.runtime.kernels.routed import Route, decline_routing
+from mycli.runtime.kernels.routed import Route
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
@@ -73,11 +73,18 @@ class _WeightedSum(ctypes.Structure):
     ]
 
 
+def decline_native_routing(choice: RoutingSpec) -> Declined | None:
+    """Return why native code does not route by `choice`; None for softmax and sigmoids."""
+    if choice.scoring not in ("softmax", "sigmoid"):
+        return Declined("routing-kind", {"scoring": choice.scoring})
+    return Declined("routing-kind", {"scoring": "softcapped"}) if choice.softcap else None
+
+
 def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
     """`reference.route`; among equal scores the lower index is chosen."""
     if scores.device.type != "cpu" or scores.requires_grad:
         return _NOT_CPU
-    if (declined := decline_routing(choice)) is not None:
+    if (declined := decline_native_routing(choice)) is not None:
         return declined
     library = build.native()
     if isinstance(library, Declined):

@@ -160,12 +160,13 @@ def launch_attention(
     scale = scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e
     attend_kernel[(parts, kv_heads, query_blocks)](
         query, cache.keys, cache.values, *cache.scales(), lengths, counts, block_table, outputs, stats,
-        *cache.keys.stride()[:2], block_size, table_width, scoring.window or 0, scale, scoring.softcap * log2e,
+        *cache.keys.stride()[:2], block_size, table_width, scoring.window or scoring.chunk or 0, scale,
+        scoring.softcap * log2e,
         scoring.sinks, counters, into, tokens,
         TOKENS=block_tokens, SPLIT_QUERIES=block_tokens < tokens, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
         TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
-        CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
+        CHUNKED=scoring.chunk is not None, CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
         **combination(block_tokens, group, head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
         PURE=chip.capability[0] in (10, 11), LEAST_TURNS=LEAST_TURNS,
         UPRIGHT=copies_values(chip, head_dim, block_q, cache.keys.element_size()),

@@ -125,7 +125,7 @@ def attend_kernel(
     head_stride,
     block_size,
     table_width,
-    window,
+    window,  # positions that a token attends to, or where CHUNKED the size of a chunk
     scale,  # scale of the scores times log2(e), or where CAPPED divided by the softcap
     softcap,  # where CAPPED the softcap times log2(e)
     sinks,  # fp32 [heads]: a score per head that has no value, or None
@@ -141,6 +141,7 @@ def attend_kernel(
     BLOCK_K: tl.constexpr,
     TURNS: tl.constexpr,  # turns of the key loop in a cache block; 0 if each sequence is one block
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,  # a token attends to positions from the last multiple of `window` on
     CAPPED: tl.constexpr,  # a score s becomes softcap * tanh(s / softcap)
     DOT: tl.constexpr,  # dtype of the MMA operands
     ASM: tl.constexpr,
@@ -177,6 +178,8 @@ def attend_kernel(
     ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16 if INT4 else HEAD_DIM  # stored numbers of a key
     table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
     first = tl.maximum(first_position - window + 1, 0) // BLOCK_K if WINDOW else 0
+    if CHUNKED:
+        first = tl.maximum(first_position, 0) // window * window // BLOCK_K
     blocks = tl.cdiv(length, BLOCK_K)
     share = tl.maximum(tl.cdiv(blocks - first, splits), LEAST_TURNS)
     active = tl.maximum(tl.cdiv(blocks - first, share), 1)
@@ -267,6 +270,8 @@ def attend_kernel(
         seen = key[:, None] <= position[None, :]
         if WINDOW:
             seen = seen & (position[None, :] - key[:, None] < window)
+        if CHUNKED:
+            seen = seen & (key[:, None] >= (position // window * window)[None, :])
         score = tl.where(seen, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=0))
         base_top = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -90,12 +90,14 @@ def route_tokens(scores: Tensor, routing: RoutingSpec, correction: Tensor | None
     weights = torch.empty((tokens, top_k), device=scores.device)
     choose_kernel[(tokens,)](
         *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, routing.epsilon, routing.scale),
-        routing.top_groups,
+        *(routing.softcap, routing.top_groups),
         EXPERTS=next_power_of_2(experts),
         GROUPS=routing.groups,
         BEST=routing.group_best,
         NORMALIZED=routing.normalize,
-        SIGMOID=routing.scoring == "sigmoid",
+        SIGMOID=routing.scoring != "softmax",
+        OF_SCORES=routing.scoring == "sigmoid_of_corrected",
+        CAPPED=routing.softcap != 0,
         PDL=pdl,
         launch_pdl=pdl,
     )

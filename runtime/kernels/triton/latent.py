@@ -19,6 +19,14 @@ _MAX_SPLITS = 32
 _LEAST_KEYS = 256  # of a split, at the end of the cache
 
 
+def latent_warps(stored: torch.dtype) -> int:
+    return 8 if stored == torch.int8 else 4  # in 4 warps its conversion would spill registers
+
+
+def latent_stages(chip: Chip) -> int:
+    return 2 if chip.shared > 128 << 10 else 1  # a block of latents of 512 takes 36 KiB
+
+
 def triton_latent_attention(
     query: Tensor, rotated_query: Tensor, latents: Stored, rotated: Stored, ragged: Ragged, scale: float
 ) -> Tensor | Declined:
@@ -67,7 +75,9 @@ def launch_latent_attention(
         BLOCK_P=max(16, next_power_of_2(rope)),
         BLOCK_K=_KEYS,
         DOT=dot if uses_ptx() else language.float32,  # the interpreter would multiply bf16 as integers
-        num_stages=2 if chip.shared > 128 << 10 else 1,
+        ASM=uses_ptx(),
+        num_warps=latent_warps(latents.data.dtype),
+        num_stages=latent_stages(chip),
     )
     if stats is not None:
         combine_latent_kernel[(heads, rows)](parts, stats, out, splits, RANK=rank, BLOCK_R=block_r)

@@ -10,6 +10,18 @@ programs with a running maximum and sum each; a second launch combines them in a
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton.cache_codes import convert_int8
+
+
+@triton.jit
+def _load(pointers, mask, DOT: tl.constexpr, ASM: tl.constexpr):
+    """Load numbers of the cache as DOT; int8 codes without their scale."""
+    stored = tl.load(pointers, mask=mask, other=0)
+    if stored.dtype == tl.int8:
+        return convert_int8(stored, DOT, ASM)
+    else:
+        return stored.to(DOT)
+
 
 @triton.jit(do_not_specialize=["tokens", "table_width"])
 def latent_kernel(
@@ -36,6 +48,7 @@ def latent_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the MMA operands
+    ASM: tl.constexpr,
 ):
     """Grid (splits, blocks of BLOCK_H heads, rows)."""
     split, row = tl.program_id(0), tl.program_id(2)
@@ -63,9 +76,9 @@ def latent_kernel(
         page = tl.load(block_table + sequence * table_width + key // block_size, mask=seen, other=0).to(tl.int64)
         cell = page * block_size + key % block_size
         inside = seen[:, None] & (lane < RANK)[None, :]
-        latent = tl.load(latents + cell[:, None] * RANK + lane[None, :], mask=inside, other=0).to(DOT)
+        latent = _load(latents + cell[:, None] * RANK + lane[None, :], inside, DOT, ASM)
         inside = seen[:, None] & (turned < ROPE)[None, :]
-        turned_key = tl.load(rotated + cell[:, None] * ROPE + turned[None, :], mask=inside, other=0).to(DOT)
+        turned_key = _load(rotated + cell[:, None] * ROPE + turned[None, :], inside, DOT, ASM)
         score, other = tl.dot(q, latent.trans()), tl.dot(q_turned, turned_key.trans())
         if latent_scales is not None:
             latent_scale = tl.load(latent_scales + cell, mask=seen, other=0.0)

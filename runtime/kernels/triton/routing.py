@@ -50,12 +50,15 @@ def choose_kernel(
     top_k,
     epsilon,
     scale,
+    softcap,  # where CAPPED a score s becomes softcap * tanh(s / softcap)
     top_groups,
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     GROUPS: tl.constexpr,
     BEST: tl.constexpr,  # scores of a group that count, 1 or 2
     NORMALIZED: tl.constexpr,
     SIGMOID: tl.constexpr,
+    OF_SCORES: tl.constexpr,  # scores are corrected and compared, not values
+    CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tokens): select experts and weights as `RoutingSpec` describes."""
@@ -64,6 +67,8 @@ def choose_kernel(
     token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     known = expert < experts
     score = tl.load(scores + token.to(tl.int64) * stride + expert, mask=known, other=0.0).to(tl.float32)
+    if CAPPED:  # tanh(s), exact at both ends
+        score = softcap - 2.0 * softcap / (tl.exp(score * 2.0 / softcap) + 1.0)
     top = tl.max(tl.where(known, score, float("-inf")), 0)
     if SIGMOID:
         value = tl.where(known, 1.0 / (1.0 + tl.exp(-score)), 0.0)
@@ -74,10 +79,10 @@ def choose_kernel(
     # The softmax keeps the order of scores, so these are compared; groups compare sums of values. A key has the score in the order of its bits, so
     # that NaN has a place too, above the expert's index: among equals the first is higher, and none is selected twice.
     compared, taken = score, known
-    if correction is not None:
-        compared = value / total + tl.load(correction + expert, mask=known, other=0.0)
-    elif GROUPS > 1:
+    if not OF_SCORES and (correction is not None or GROUPS > 1):
         compared = value / total
+    if correction is not None:
+        compared += tl.load(correction + expert, mask=known, other=0.0)
     if GROUPS > 1:
         taken = taken & _in_best_groups(compared, expert, known, experts, top_groups, EXPERTS, GROUPS, BEST)
     bits = tl.where(compared == 0.0, 0.0, compared).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are equal

@@ -206,7 +206,7 @@ def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:
 
 @dataclass(frozen=True)
 class Scored:
-    """Runs attention with a custom scale, softcap, sinks or window and returns plain values."""
+    """Runs attention with a custom scale, softcap, sinks, window or chunk and returns plain values."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -218,9 +218,11 @@ class Scored:
     sinks: bool = False
     kind: torch.dtype = torch.float16
     block: int = 64
+    chunk: int | None = None
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + f"-cap{self.softcap}" * bool(self.softcap)
+        options += f"-chunk{self.chunk}" * (self.chunk is not None)
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
         return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}{'-sinks' * self.sinks}-{self.kind}"
 
@@ -240,7 +242,7 @@ def scored(case: Scored) -> float:
     sinks = 3 * normal(case.heads, seed=2) if case.sinks else None
     starts = torch.arange(0, (sequences + 1) * case.tokens, case.tokens, dtype=torch.int32)
     ragged = Ragged(starts, torch.tensor(case.lengths, dtype=torch.int32), table, case.tokens)
-    scoring = Scoring(0.3, case.window, case.softcap, sinks)
+    scoring = Scoring(0.3, case.window, case.softcap, sinks, case.chunk)
     found = launch_paged_attention(query, *blocks, ragged, scoring, Chip((9, 0), 16))
     assert isinstance(found, torch.Tensor)
     keep = torch.tensor(case.lengths).repeat_interleave(case.tokens) > 0
@@ -258,6 +260,7 @@ def scored(case: Scored) -> float:
         Scored((150,), head_dim=80, heads=3, kv_heads=1, sinks=True, tokens=20, block=320),
         Scored((90, 64), head_dim=128, softcap=30.0, kind=torch.uint8),
         Scored((130, 7), head_dim=17, heads=3, kv_heads=1, tokens=4, window=50),
+        Scored((300, 0, 131, 5), tokens=4, chunk=130, kind=torch.int8),
     ],
     ids=str,
 )

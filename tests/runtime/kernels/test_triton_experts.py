@@ -19,7 +19,7 @@ from mycli.runtime.kernels.triton.experts import (
     triton_routed_product,
     triton_weighted_sum,
 )
-from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
+from mycli.runtime.kernels.triton.product.matmul import TritonMatmul, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import dequantize
@@ -77,7 +77,7 @@ def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
 def products(case: Routes) -> tuple[float, bool]:
     """Return relative errors against fp64, gathered and not, and whether a run in reverse order is equal."""
     stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
-    chip = Chip(case.capability, case.processors, case.pdl)
+    chip = Chip(case.capability, case.processors, case.pdl and uses_ptx())
     table = ExpertTable.from_weights([TritonMatmul(one, chip) for one in stored])
     assert not isinstance(table, Declined)
     route = reference.route(scores(case.tokens, case.experts), RoutingSpec(case.top_k, normalize=True))
@@ -133,6 +133,10 @@ CHOICES = {
         True,
     ),
     "groups-by-one-of-three": (RoutingSpec(4, normalize=False, groups=3, top_groups=1, group_best=1), False),
+    "corrected-scores-capped": (
+        RoutingSpec(3, normalize=True, scoring="sigmoid_of_corrected", softcap=1.5, epsilon=0.01),
+        True,
+    ),
     "groups-all": (RoutingSpec(4, normalize=True, groups=2, top_groups=2), False),
 }
 

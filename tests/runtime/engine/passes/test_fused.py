@@ -178,7 +178,7 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     ("changed", "reason"),
     [
         ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "shared-expert-norms"),
-        ({"routing": RoutingSpec(2, normalize=True, softcap=30.0)}, "routing-kind"),
+        ({"routing": RoutingSpec(2, normalize=True, scoring="sparse_mixer")}, "routing-kind"),
         ({"router": LinearSpec("router", 6, 128, bias=True)}, "router-bias"),
         ({"expert_scales": "scales"}, "router-bias"),
         ({"expert_output_norm": NORM}, "expert-norms"),
