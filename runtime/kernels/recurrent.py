@@ -55,13 +55,17 @@ class DeviceRuns:
         parts = []
         bounds = zip(self.starts.tolist(), self.slots.tolist(), self.counts.tolist(), strict=True)
         for place, (start, slot, count) in enumerate(bounds):
-            own = tuple(state[slot : slot + 1] for state in states)
-            own = own if self.advances else tuple(state.clone() for state in own)
+            current = tuple(state[slot : slot + 1] for state in states)
+            current = current if self.advances else tuple(state.clone() for state in current)
             if not start and count:
-                for state in own:
+                for state in current:
                     state.zero_()
             first = place * self.tokens
-            part = step(tuple(row[first : first + count] for row in rows), own, Runs.alike(1, count)) if count else None
+            part = (
+                step(tuple(row[first : first + count] for row in rows), current, Runs.alike(1, count))
+                if count
+                else None
+            )
             parts.append((first, part))
         (_, example), *_ = ((first, part) for first, part in parts if part is not None)
         result = example.new_zeros(len(rows[0]), *example.shape[1:])

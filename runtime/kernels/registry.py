@@ -99,7 +99,10 @@ def _late(module: str, name: str, **options: object) -> Callable[..., Any]:
 
 
 def _recurrent(name: str) -> tuple[Callable[..., Any], ...]:
-    native, device = _late("kernels.cpu.recurrent", f"native_{name}"), _late("kernels.triton.recurrent", f"triton_{name}")
+    native, device = (
+        _late("kernels.cpu.recurrent", f"native_{name}"),
+        _late("kernels.triton.recurrent", f"triton_{name}"),
+    )
     return native, device, _late("kernels.recurrent", name)
 
 

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from mycli.runtime.kernels.triton.latent import latent_stages, latent_warps
 from mycli.runtime.kernels.triton.latent_kernel import combine_latent_kernel, latent_kernel
-from mycli.runtime.kernels.triton.recurrent_kernel import convolve_kernel, delta_kernel, scan_kernel
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.kernels.triton.recurrent_kernel import convolve_kernel, delta_kernel, scan_kernel
 from tests.ptx.build import Build
 
 _RUNS = {"starts": "*i32", "slots": "*i64", "counts": "*i32", "stride": "i32", "tokens": "i32", "advances": "i32"}

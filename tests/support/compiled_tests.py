@@ -11,6 +11,7 @@ from tests.runtime.kernels.test_triton_experts import (
     test_routes,
     test_weighted_sums,
 )
+from tests.runtime.kernels.test_triton_latent import test_latent_attention
 from tests.runtime.kernels.test_triton_linear import (
     test_bf16_of_any_magnitude,
     test_call_rounds_once_and_repeats_itself,
@@ -25,6 +26,7 @@ from tests.runtime.kernels.test_triton_mixture import (
     test_what_experts_make_is_added,
 )
 from tests.runtime.kernels.test_triton_prompt_attention import test_attend_prompt
+from tests.runtime.kernels.test_triton_recurrent import test_convolutions, test_delta_rules, test_scans
 from tests.runtime.kernels.test_triton_sample import (
     test_a_logit_of_minus_infinity_is_never_chosen,
     test_chosen_tokens_are_counted_for_the_next_step,
@@ -44,16 +46,20 @@ __all__ = [
     "test_call_rounds_once_and_repeats_itself",
     "test_choices_of_experts",
     "test_chosen_tokens_are_counted_for_the_next_step",
+    "test_convolutions",
+    "test_delta_rules",
     "test_draws_are_the_hosts",
     "test_embed",
     "test_gates_of_experts",
     "test_groups_of_16",
+    "test_latent_attention",
     "test_nan_stays_in_its_row",
     "test_product",
     "test_product_of_foreign_layouts",
-    "test_project",
     "test_products_of_experts",
+    "test_project",
     "test_routes",
+    "test_scans",
     "test_scores_of_a_router",
     "test_the_likeliest_is_torchs_lowest_among_equals",
     "test_weighted_sums",

@@ -3,14 +3,18 @@
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mycli.cli.reasons import reason
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.passes.captured import decline_captured
 from mycli.runtime.engine.passes.fused_models import decline_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import FAMILIES, TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families
+from tests.support.families import CASES, make
 from tests.support.fused_launches import launches_of_layer
 from tests.support.published import PUBLISHED, published
 
@@ -33,13 +37,22 @@ def _gpu_pass(config: ModelConfig) -> str:
     return f"{name}: {reason(captured or fused)}"
 
 
+def _small(family: str) -> Iterator[ModelConfig]:
+    """Yield the small configurations of a family's tests."""
+    for model_type, changes in CASES.values():
+        if model_type.removesuffix("_text") == family.removesuffix("_text"):
+            with TemporaryDirectory() as folder:
+                make(Path(folder), model_type, changes)
+                yield open_model_folder(Path(folder)).config
+
+
 def tables() -> str:
     """Return the tables of supported families, multimodal folders and refused types."""
     configs = {name: published(name) for name in PUBLISHED}
     lines = ["| `model_type` | models | GPU pass | published configs tested |", "|---|---|---|---|"]
     for family in families():
         tested = {name: config for name, config in configs.items() if config.model_type == family}
-        passes = sorted(set(map(_gpu_pass, tested.values())))
+        passes = sorted(set(map(_gpu_pass, tested.values() or _small(family))))
         lines.append(f"| `{family}` | {_models(family)} | {'; '.join(passes)} | {', '.join(tested)} |")
     lines += [
         "",

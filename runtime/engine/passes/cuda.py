@@ -174,7 +174,7 @@ class CudaPass:
         if not self.trusts(shape):
             expected = self._expected(work)  # first: the cache must end up with what replays write
         inputs, recurrent = _inputs(work, shape), work.cache.states.recurrent
-        # Where it fails or differs, states must be as before: `plain` goes on from them.
+        # Where it fails or differs, states must be as before: `plain` continues from them.
         logits = self.step(replace(inputs, advances=not recurrent), held.rope, work.cache, last)[: len(work.chunks)]
         declined = None
         if expected is not None:

@@ -41,8 +41,8 @@ class DeviceSequences:
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
         self._ragged = Ragged(starts, lengths, table, new, counts=counts)
         if inputs.states is not None:
-            own = (torch.full_like(lengths, new) if counts is None else counts) * present
-            self._runs = DeviceRuns(new, lengths - new, inputs.states, own.int(), inputs.advances)
+            real = (torch.full_like(lengths, new) if counts is None else counts) * present
+            self._runs = DeviceRuns(new, lengths - new, inputs.states, real.int(), inputs.advances)
             # The state of a sequence advances once: its padding, and padding sequences, repeat rows of the result.
             first = torch.where(present, torch.arange(count, device=lengths.device), 0) * new
             within = torch.arange(new, device=lengths.device).expand(count, new) if counts is None else row
@@ -50,10 +50,8 @@ class DeviceSequences:
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
         states, rows = self._cache.states.layer(layer), tuple(tensor[0] for tensor in rows)
-        if rows[0].device.type == "cpu":
-            result = self._runs.run(step, rows, states)
-        else:
-            result = step(rows, states, self._runs)
+        on_host = rows[0].device.type == "cpu"
+        result = self._runs.run(step, rows, states) if on_host else step(rows, states, self._runs)
         return (result if self._advanced is None else result.index_select(0, self._advanced))[None]
 
     def _store(self, layer: int, new: KeyValue) -> None:

@@ -36,7 +36,7 @@ def convolve_kernel(
     """Grid (sequences, blocks of BLOCK_C channels)."""
     sequence, column = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside, count, held = column < channels, tl.load(counts + sequence), tl.load(starts + sequence) > 0
-    own = state + tl.load(slots + sequence) * ((TAPS - 1) * channels) + column
+    cells = state + tl.load(slots + sequence) * ((TAPS - 1) * channels) + column
     first_row = sequence.to(tl.int64) * tokens
     for first in tl.range(0, count, BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)
@@ -44,7 +44,7 @@ def convolve_kernel(
         for tap in tl.static_range(TAPS):
             place = token + tap - (TAPS - 1)
             before = inside[None, :] & (place < 0)[:, None] & held
-            known = tl.load(own[None, :] + (place + TAPS - 1)[:, None] * channels, mask=before, other=0.0)
+            known = tl.load(cells[None, :] + (place + TAPS - 1)[:, None] * channels, mask=before, other=0.0)
             now = inside[None, :] & ((place >= 0) & (place < count))[:, None]
             new = tl.load(x + (first_row + place)[:, None] * stride + column[None, :], mask=now, other=0.0)
             total += (known + new.to(tl.float32)) * tl.load(weight + tap * channels + column, mask=inside)[None, :]
@@ -58,9 +58,9 @@ def convolve_kernel(
     if advances:
         for tap in tl.static_range(TAPS - 1):  # a row is written after those that take its old value
             place = count + tap - (TAPS - 1)
-            known = tl.load(own + (place + TAPS - 1) * channels, mask=inside & (place < 0) & held, other=0.0)
+            known = tl.load(cells + (place + TAPS - 1) * channels, mask=inside & (place < 0) & held, other=0.0)
             new = tl.load(x + (first_row + place) * stride + column, mask=inside & (place >= 0), other=0.0)
-            tl.store(own + tap * channels, known + new.to(tl.float32), mask=inside & (count > 0))
+            tl.store(cells + tap * channels, known + new.to(tl.float32), mask=inside & (count > 0))
 
 
 @triton.jit
@@ -106,8 +106,8 @@ def delta_kernel(
     count, first_row = tl.load(counts + sequence), sequence.to(tl.int64) * tokens
     present = (key_inside[:, None] & value_inside[None, :]) & (count > 0)
     place = (tl.load(slots + sequence) * heads + head) * (KEY_DIM * VALUE_DIM)
-    own = state + place + key[:, None] * VALUE_DIM + value[None, :]
-    matrix = tl.load(own, mask=present & (tl.load(starts + sequence) > 0), other=0.0)
+    cells = state + place + key[:, None] * VALUE_DIM + value[None, :]
+    matrix = tl.load(cells, mask=present & (tl.load(starts + sequence) > 0), other=0.0)
     slope = tl.load(rate + head)
     if BY_CHANNEL:
         gate_column = heads + head * KEY_DIM + key
@@ -127,10 +127,7 @@ def delta_kernel(
             step = tl.load(gates + row * stride + gate_column, mask=key_inside, other=0.0).to(tl.float32) + shift
         else:
             step = tl.load(gates + row * stride + heads + head).to(tl.float32) + shift
-        if FLOORED:
-            decay = tl.exp(floor * _sigmoid(-slope * step))
-        else:
-            decay = tl.exp(slope * _softplus(step))
+        decay = tl.exp(floor * _sigmoid(-slope * step) if FLOORED else slope * _softplus(step))
         q *= tl.rsqrt(tl.sum(q * q, 0) + _L2) * KEY_DIM**-0.5
         k *= tl.rsqrt(tl.sum(k * k, 0) + _L2)
         if BY_CHANNEL:
@@ -142,7 +139,7 @@ def delta_kernel(
         out = y + row * (heads * VALUE_DIM) + head * VALUE_DIM + value
         tl.store(out, tl.sum(matrix * q[:, None], 0).to(y.dtype.element_ty), mask=value_inside)
     if advances:
-        tl.store(own, matrix, mask=present)
+        tl.store(cells, matrix, mask=present)
 
 
 @triton.jit(do_not_specialize=["tokens", "advances"])
@@ -176,8 +173,8 @@ def scan_kernel(
     count, first_row = tl.load(counts + sequence), sequence.to(tl.int64) * tokens
     present = (key_inside[:, None] & value_inside[None, :]) & (count > 0)
     place = (tl.load(slots + sequence) * HEADS + head) * (STATE_DIM * HEAD_DIM)
-    own = state + place + key[:, None] * HEAD_DIM + value[None, :]
-    matrix = tl.load(own, mask=present & (tl.load(starts + sequence) > 0), other=0.0)
+    cells = state + place + key[:, None] * HEAD_DIM + value[None, :]
+    matrix = tl.load(cells, mask=present & (tl.load(starts + sequence) > 0), other=0.0)
     slope, shift, passed = tl.load(rate + head), tl.load(dt_bias + head), tl.load(skip + head)
     WIDTH: tl.constexpr = HEADS * HEAD_DIM + 2 * GROUPS * STATE_DIM
     group = head // (HEADS // GROUPS)
@@ -193,4 +190,4 @@ def scan_kernel(
         out = tl.sum(matrix * c[:, None], 0) + values * passed
         tl.store(y + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + value, out.to(y.dtype.element_ty), mask=value_inside)
     if advances:
-        tl.store(own, matrix, mask=present)
+        tl.store(cells, matrix, mask=present)

@@ -76,8 +76,9 @@ def choose_kernel(
     else:
         value = tl.where(known, tl.exp(score - top), 0.0)
         total = tl.sum(value, 0)
-    # The softmax keeps the order of scores, so these are compared; groups compare sums of values. A key has the score in the order of its bits, so
-    # that NaN has a place too, above the expert's index: among equals the first is higher, and none is selected twice.
+    # The softmax keeps the order of scores, so these are compared, but not their sums. A key has the score in the order
+    # of its bits, so that NaN has a place too, above the expert's index: among equals the first is higher, and none is
+    # selected twice.
     compared, taken = score, known
     if not OF_SCORES and (correction is not None or GROUPS > 1):
         compared = value / total

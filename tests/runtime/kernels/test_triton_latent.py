@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 __all__ = ["interpret"]
 
-TABLE = torch.tensor([[5, 2, 0], [4, 0, 0], [1, 3, 0]], dtype=torch.int32)
+TABLE = [[5, 2, 0], [4, 0, 0], [1, 3, 0]]
 DTYPES = {torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 
@@ -24,7 +24,7 @@ def attended(
     heads: int, rank: int, rope: int, stored: torch.dtype | None, tokens: int, counts: tuple[int, ...], processors: int
 ) -> None:
     """Compare both; `processors` decide the number of splits."""
-    lengths = torch.tensor([70, 33, 128], dtype=torch.int32)
+    lengths, table = torch.tensor([70, 33, 128], dtype=torch.int32), torch.tensor(TABLE, dtype=torch.int32)
     padded = torch.tensor(counts, dtype=torch.int32) if counts else None
     starts = torch.arange(0, 3 * tokens + 1, tokens, dtype=torch.int32)
     for dtype, tolerance in DTYPES.items():
@@ -33,14 +33,14 @@ def attended(
         rotated = Stored.of(normal(6, 1, 64, rope, seed=3).to(dtype) * 4, stored or dtype)
         for data in (latents.data, rotated.data):
             data[2, :, 6:] = 0 if stored else torch.nan  # after the first sequence
-        ragged = Ragged(starts, lengths, TABLE, tokens, padded)
+        ragged = Ragged(starts, lengths, table, tokens, padded)
         operands = query, turned, latents, rotated
         found = launch_latent_attention(*operands, ragged, 0.3, Chip((9, 0), processors))
         assert found.dtype == dtype and found.shape == query.shape
         for place, length in enumerate(lengths.tolist()):
             count = counts[place] if counts else tokens
             rows = slice(place * tokens, place * tokens + count)
-            one = Ragged(torch.tensor([0, count]), torch.tensor([length - tokens + count]), TABLE[place : place + 1])
+            one = Ragged(torch.tensor([0, count]), torch.tensor([length - tokens + count]), table[place : place + 1])
             expected = attend_latent(query[rows], turned[rows], latents, rotated, one, 0.3)
             torch.testing.assert_close(found[rows].float(), expected.float(), rtol=tolerance, atol=2 * tolerance)
             assert found[place * tokens : (place + 1) * tokens].isfinite().all()

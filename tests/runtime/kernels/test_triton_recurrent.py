@@ -18,7 +18,11 @@ __all__ = ["interpret"]
 
 SLOTS = 6
 # Rows of a sequence, then of each sequence: position of the first row, rows that are not padding. The third is padding.
-SHAPES = [(1, ((5, 1), (0, 1), (9, 0), (2, 1))), (4, ((3, 4), (0, 2), (9, 0), (1, 1))), (19, ((0, 19), (7, 18), (9, 0)))]
+SHAPES = [
+    (1, ((5, 1), (0, 1), (9, 0), (2, 1))),
+    (4, ((3, 4), (0, 2), (9, 0), (1, 1))),
+    (19, ((0, 19), (7, 18), (9, 0))),
+]
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 Step = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Any], Tensor]
 
@@ -50,7 +54,7 @@ def convolved(taps: int, channels: int, bias: bool, silu: bool, dtype: torch.dty
     x = normal(rows, channels + 5).to(dtype)[:, 3 : 3 + channels]  # rows of a wider product
     weight, shift = normal(taps, channels, seed=1), normal(channels, seed=2) if bias else None
     compare(
-        lambda given, states, at: triton_convolve(given[0], weight, shift, states[0], at, silu),  # type: ignore[arg-type, return-value]  # never declined
+        lambda given, states, at: triton_convolve(given[0], weight, shift, states[0], at, silu),
         lambda given, states, at: convolve(given[0], weight, shift, states[0], at, silu),
         (x,),
         normal(SLOTS, taps - 1, channels, seed=3),
@@ -73,7 +77,7 @@ def ruled(sizes: DeltaSizes, dtype: torch.dtype, shape: int) -> None:
     gates = normal(rows, sizes.heads + sizes.decays + 5, seed=1).to(dtype)[:, 3 : 3 + sizes.heads + sizes.decays] * 2
     rate, shift = -normal(sizes.heads, seed=2).exp(), normal(sizes.decays, seed=3)
     compare(
-        lambda given, states, at: triton_delta_rule(*given, rate, shift, *states, at, sizes),  # type: ignore[arg-type, return-value]
+        lambda given, states, at: triton_delta_rule(*given, rate, shift, *states, at, sizes),
         lambda given, states, at: delta_rule(*given, rate, shift, *states, at, sizes),
         (normal(rows, width).to(dtype), gates),
         normal(SLOTS, sizes.heads, sizes.key_dim, sizes.value_dim, seed=4),
@@ -104,7 +108,7 @@ def scanned(sizes: ScanSizes, dtype: torch.dtype, shape: int) -> None:
     rate = -normal(sizes.heads, seed=2).exp()
     shift, skip = normal(sizes.heads, seed=3), normal(sizes.heads, seed=5)
     compare(
-        lambda given, states, at: triton_scan(*given, rate, shift, skip, *states, at, sizes),  # type: ignore[arg-type, return-value]
+        lambda given, states, at: triton_scan(*given, rate, shift, skip, *states, at, sizes),
         lambda given, states, at: scan(*given, rate, shift, skip, *states, at, sizes),
         (normal(rows, width).to(dtype), steps),
         normal(SLOTS, sizes.heads, sizes.state_dim, sizes.head_dim, seed=4),
