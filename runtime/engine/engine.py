@@ -59,7 +59,7 @@ class Engine:
         slots = state_slots(runner.config, running)
         self.cache = runner.make_cache(shape, slots)
         runner.rope(shape.context)  # built now, not during the first reply
-        self._vocab_size, self._clock = vocab_size, clock
+        self.vocab_size, self._clock = vocab_size, clock
         states = StatePool(slots) if runner.config.has_recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
@@ -156,7 +156,7 @@ class Engine:
 
         pool, running = self.scheduler.pool, self.scheduler.limits.running
         room = beam_room(request, beams, pool.blocks, pool.block_size)
-        check_beams(beams, count, running, self._vocab_size, len(request.stop_ids))
+        check_beams(beams, count, running, self.vocab_size, len(request.stop_ids))
         first = self._submit(request)
         numbers = [first, *self.branch(first, beams.width - 1)]
         members = [member for number in numbers if (member := self.scheduler.get(number)) is not None]
@@ -183,7 +183,7 @@ class Engine:
 
     def _start(self, request: Request) -> RequestState:
         limit = self.scheduler.reply_limit(request)
-        return RequestState.start(request, self._vocab_size, self.runner.device, limit, self._clock)
+        return RequestState.start(request, self.vocab_size, self.runner.device, limit, self._clock)
 
     def cancel(self, sequence: int) -> None:
         """End a sequence and free its blocks now; the next step returns its output. Does nothing if it ended."""
@@ -273,7 +273,7 @@ class Engine:
                 self._states[part.sequence.id].choice_logits = logits[rows[-1], chosen].clone()
             if chunk.logits and part.completes and part.sequence.limit:
                 if (group := self._states[part.sequence.id].beams) is not None:
-                    groups.append((part, group, logits[rows.start : rows.stop, : self._vocab_size]))
+                    groups.append((part, group, logits[rows.start : rows.stop, : self.vocab_size]))
                     self.scheduler.start_branches(part)
                     continue
                 samples.append((part, rows))

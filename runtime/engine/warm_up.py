@@ -87,8 +87,8 @@ def _chunk(engine: Engine, tokens: int, logits: int, slot: int = 0) -> Chunk:
 
 
 def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling | None:
-    runner = engine.runner
-    return Sampler(params, runner.config.vocab_size, runner.device).device_sampling()
+    # As requests have them: the vocabulary is a constant of captured passes, and the size of their penalties.
+    return Sampler(params, engine.vocab_size, engine.runner.device).device_sampling()
 
 
 def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:

@@ -82,9 +82,10 @@ class DeviceLoop:
         """
         assert work.sampling is not None
         sampling, count, launched = work.sampling, work.count, 0
-        buffers = self._buffers_of(work)
         filters = filters_of(sampling)
-        self._begin(buffers, work, sampling, filters)
+        buffers = self._or_fail(lambda: self._begin(work, sampling, filters))
+        if buffers is None:
+            return
         # The caller takes numbers from the requests as it accepts tokens, while launches are ahead of it.
         first = [0 if row.numbers is None else row.numbers.taken for row in sampling]
 
@@ -120,7 +121,6 @@ class DeviceLoop:
             self._buffers.clear()
             return None
 
-    @torch.inference_mode()
     def _buffers_of(self, work: PassInput) -> _Buffers:
         padded = padded_sequences(len(work.chunks))
         assert padded is not None  # checked by `CudaPass.takes`
@@ -135,7 +135,8 @@ class DeviceLoop:
         return buffers
 
     @torch.inference_mode()
-    def _begin(self, buffers: _Buffers, work: PassInput, sampling: Sequence[DeviceSampling], filters: Filters) -> None:
+    def _begin(self, work: PassInput, sampling: Sequence[DeviceSampling], filters: Filters) -> _Buffers:
+        buffers = self._buffers_of(work)
         to, rows = buffers.feedback, len(sampling)
         buffers.inputs.fill(work.chunks)
         vocab = sampling[0].vocab_size
@@ -149,6 +150,7 @@ class DeviceLoop:
             buffer[:rows].copy_(torch.tensor(values), non_blocking=True)
         if filters.penalties:
             self._set_penalties(buffers, sampling)
+        return buffers
 
     def _set_penalties(self, buffers: _Buffers, sampling: Sequence[DeviceSampling]) -> None:
         vocab, device = sampling[0].vocab_size, buffers.feedback.tokens.device

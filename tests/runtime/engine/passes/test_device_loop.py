@@ -19,6 +19,7 @@ from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.warm_up import warm_up_passes
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.part_spec import RopeScaling
@@ -429,3 +430,51 @@ def failing(when: int) -> list[Declined]:
 def test_a_launch_that_fails_leaves_the_tokens_to_the_host(when: int, interpret: Interpret) -> None:
     (warning,) = interpret(failing, when)  # type: ignore[misc]  # the pool carries any result
     assert warning.code == "device-loop-failed" and "\n" not in str(warning.data["error"])
+
+
+def warmed() -> tuple[int, list[str]]:
+    """Return how many passes the requests after a warm-up with the same settings capture, and what was reported."""
+    captures, warnings = 0, list[Declined]()
+
+    def capture(work: Launches) -> Launches:
+        nonlocal captures
+        captures += 1
+        return recording(work)
+
+    looped, plain = Sequences(), Sequences()
+    step = Step(looped)
+    passes, shape = looping(looped, step, DeviceLoop(step, capture, warnings.append)), CacheShape.contiguous(64)
+    engine = Engine(ModelRunner(looped, passes=passes), shape, VOCAB)
+    warm_up_passes(engine, DRAWN[-2:])
+    captures = 0
+    for sampling in DRAWN[-2:]:
+        expected = outcome(Engine(ModelRunner(plain), shape, VOCAB), PROMPT, 13, sampling=sampling)
+        assert outcome(engine, PROMPT, 13, sampling=sampling) == expected
+    return captures, [warning.code for warning in warnings]
+
+
+def test_a_warm_up_captures_what_requests_with_penalties_need(interpret: Interpret) -> None:
+    # The head has more rows than the tokenizer has tokens, as those of Qwen and Gemma.
+    assert interpret(warmed) == (0, [])
+
+
+def no_memory() -> list[str]:
+    """Check that replies equal the host's if there is no memory for penalties; return what was reported."""
+    warnings: list[Declined] = []
+    looped, plain = Sequences(), Sequences()
+    step = Step(looped)
+    passes, shape = looping(looped, step, DeviceLoop(step, None, warnings.append)), CacheShape.contiguous(64)
+    engines = [Engine(ModelRunner(looped, passes=passes), shape, VOCAB), Engine(ModelRunner(plain), shape, VOCAB)]
+
+    def make(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42.00 MiB")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_loop.Penalties, "make", make)
+        ours, theirs = (outcome(engine, PROMPT, 13, sampling=DRAWN[-1]) for engine in engines)
+    assert ours == theirs
+    return [warning.code for warning in warnings]
+
+
+def test_without_memory_for_penalties_the_host_samples(interpret: Interpret) -> None:
+    assert interpret(no_memory) == ["device-loop-failed"]
