@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ResourceError
 
 
@@ -21,6 +22,7 @@ class Gpu:
     driver: str
 
 
+_NOT_SUPPORTED = 3
 _DRIVER_NOT_LOADED = 9  # the library exists, as in many container images, but there is no device
 
 
@@ -63,12 +65,23 @@ class Nvml:
     def uuid(self, handle: ctypes.c_void_p) -> str:
         return self._string("nvmlDeviceGetUUID", handle)
 
+    def _memory(self, handle: ctypes.c_void_p) -> tuple[int, int]:
+        # Total and free bytes. A GPU that shares the memory of the CPU, as that of a DGX Spark, has none of its own.
+        info = _NvmlMemory()
+        try:
+            self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(info))
+        except OSError as error:
+            if error.errno != _NOT_SUPPORTED:
+                raise
+            shared = memory()
+            return shared.total, shared.available
+        return info.total, info.free
+
     def describe(self, handle: ctypes.c_void_p, index: int) -> Gpu:
-        memory, major, minor = _NvmlMemory(), ctypes.c_int(), ctypes.c_int()
-        self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
         name, driver = self._string("nvmlDeviceGetName", handle), self._string("nvmlSystemGetDriverVersion")
-        return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver)
+        return Gpu(index, name, *self._memory(handle), (major.value, minor.value), driver)
 
     def close(self) -> None:
         self._call("nvmlShutdown")

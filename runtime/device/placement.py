@@ -54,11 +54,21 @@ def _cuda_problem() -> str | None:
         available = torch.cuda.is_available()
     if not available:
         return "no CUDA device is visible to torch" + (f" ({caught[0].message})" if caught else "")
-    oldest = min((int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch[:3] == "sm_"), default=0)
-    major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor < oldest:
-        return f"this build of torch has no code for sm_{major}{minor}, only for sm_{oldest} and newer"
     return None
+
+
+def _code_problem(index: int) -> str | None:
+    # Machine code runs on chips of its major capability from its minor one on, PTX on all later chips.
+    codes = [arch.rstrip("af").partition("_") for arch in torch.cuda.get_arch_list()]
+    binaries = [divmod(int(number), 10) for kind, _, number in codes if kind == "sm"]
+    ptx = [divmod(int(number), 10) for kind, _, number in codes if kind == "compute"]
+    chip = torch.cuda.get_device_capability(index)
+    runs = any(code[0] == chip[0] and code <= chip for code in binaries) or any(code <= chip for code in ptx)
+    if runs or not binaries:  # AMD's have other names
+        return None
+    oldest, newest = ("{}{}".format(*code) for code in (min(binaries), max(binaries)))
+    known = f"sm_{oldest} and newer" if chip < min(binaries) else f"sm_{oldest} to sm_{newest}"
+    return "this build of torch has no code for sm_{}{}, only for {}".format(*chip, known)
 
 
 def _has_gpu() -> bool:
@@ -77,18 +87,19 @@ def _choose_device(request: str) -> tuple[torch.device, tuple[str, ...]]:
         return torch.device("cpu"), ()
     problem = _cuda_problem()
     if request == "auto":
+        problem = problem or _code_problem(torch.cuda.current_device())
         if problem is None:
             return torch.device("cuda", torch.cuda.current_device()), ()
         return torch.device("cpu"), (f"running on the CPU: {problem}",)
     name, _, index = request.partition(":")
     if name != "cuda" or (index and not index.isdecimal()):
         raise UsageError(f"unknown device {request!r}", "choose auto, cpu, cuda or cuda:N")
-    if problem:
-        raise ResourceError(f"device {request}: {problem}", code="use-cpu-or-install-cuda")
-    if int(index or 0) >= torch.cuda.device_count():
+    if problem is None and int(index or 0) >= torch.cuda.device_count():
         raise ResourceError(
             f"device {request} not found: {pluralize(torch.cuda.device_count(), 'GPU')} visible", "the first is cuda:0"
         )
+    if problem := problem or _code_problem(int(index or torch.cuda.current_device())):
+        raise ResourceError(f"device {request}: {problem}", code="use-cpu-or-install-cuda")
     return torch.device("cuda", int(index or torch.cuda.current_device())), ()
 
 
@@ -162,4 +173,8 @@ def use_device(device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process may still allocate on `device`."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory().available
+    if device.type != "cuda":
+        return memory().available
+    free, total = torch.cuda.mem_get_info(device)
+    # Of memory that a GPU shares with the CPU (DGX Spark, Jetson), CUDA takes the page cache for used.
+    return min(memory().available, total) if torch.cuda.get_device_properties(device).is_integrated else free

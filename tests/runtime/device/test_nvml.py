@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.device import nvml
+from mycli.runtime.device.system import Memory
 from mycli.runtime.errors import ResourceError
 
 GIB = 1 << 30
@@ -105,6 +106,12 @@ def test_cuda_visible_devices(setting: str | None, free: list[int], monkeypatch:
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu,) = found(monkeypatch, FakeNvml(THREE[:1]))
     assert gpu == nvml.Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, GIB, (8, 9), "580.1")
+
+
+def test_a_gpu_without_memory_of_its_own_has_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "memory", lambda: Memory(128 * GIB, 100 * GIB, "machine"))
+    (gpu,) = found(monkeypatch, FakeNvml(["NVIDIA GB10"], {"nvmlDeviceGetMemoryInfo": 3}))
+    assert (gpu.name, gpu.total, gpu.free) == ("NVIDIA GB10", 128 * GIB, 100 * GIB)
 
 
 def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,17 @@
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.device import nvml
+from mycli.runtime.device import nvml, placement
 from mycli.runtime.device.nvml import Gpu
-from mycli.runtime.device.placement import place, use_device
+from mycli.runtime.device.placement import free_memory, place, use_device
+from mycli.runtime.device.system import Memory
 from mycli.runtime.errors import Declined, ExitCode, ResourceError, UsageError
 from tests.support.paths import PICO
 
@@ -23,11 +25,13 @@ def machine(
     cuda: bool = True,
     driver: bool = True,
     capability: tuple[int, int] = (9, 0),
-    devices: int = 1,
+    others: tuple[tuple[int, int], ...] = (),
+    codes: tuple[str, ...] = ("sm_75", "sm_80", "sm_90a", "compute_120"),
     log: list[torch.device] | None = None,
 ) -> None:
     """Simulate a machine with a GPU of `capability`; `cuda`: torch is built with it, `driver`: it is new enough.
 
+    others: capabilities of more GPUs; codes: the chips that torch is compiled for.
     log: receives each device that is made current.
     """
     shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1")
@@ -40,17 +44,26 @@ def machine(
 
     monkeypatch.setattr(torch.version, "cuda", "13.0" if cuda else None)
     monkeypatch.setattr(torch.cuda, "is_available", available)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    chips = (capability, *others)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(chips))
     monkeypatch.setattr(torch.cuda, "set_device", [].append if log is None else log.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a", "compute_120"])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(codes))
+
+    def capability_of(device: torch.device | int = 0) -> tuple[int, int]:
+        return chips[device if isinstance(device, int) else device.index or 0]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability_of)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "F13-no-cuda-in-torch": ({"cuda": False}, "no CUDA"),
     "F13-old-driver": ({"driver": False}, "driver on your system is too old"),
     "F13-old-gpu": ({"capability": (6, 1)}, "no code for sm_61, only for sm_75 and newer"),
+    "F13-new-gpu": (
+        {"capability": (12, 0), "codes": ("sm_50", "sm_80", "sm_90")},
+        "no code for sm_120, only for sm_50 to sm_90",
+    ),
 }
 
 
@@ -149,7 +162,7 @@ def test_what_is_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, nam
 def test_the_chosen_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The current device receives kernel launches and CUDA graphs, wherever the tensors are."""
     log: list[torch.device] = []
-    machine(monkeypatch, devices=2, log=log)
+    machine(monkeypatch, others=((9, 0),), log=log)
     assert place(CONFIG, "cuda:1").device == torch.device("cuda", 1)
     assert log == [torch.device("cuda", 1)]
     place(CONFIG, "cpu")
@@ -162,3 +175,25 @@ def test_an_old_gpu_has_packed_weights_unpacked(monkeypatch: pytest.MonkeyPatch)
     assert place(CONFIG).unpacked == Declined("compute-capability", {"needed": "8.0", "found": "7.5"})
     machine(monkeypatch, capability=(8, 0))
     assert place(CONFIG).unpacked is None and place(CONFIG, "cpu").unpacked is None
+
+
+def test_torch_must_have_code_for_the_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, others=((6, 1), (12, 1)))
+    for request in ("auto", "cuda", "cuda:0", "cuda:2"):
+        assert place(CONFIG, request).device.type == "cuda"
+    with pytest.raises(ResourceError, match="device cuda:1: this build of torch has no code for sm_61"):
+        place(CONFIG, "cuda:1")
+    machine(monkeypatch, capability=(6, 1), others=((8, 9),))
+    assert place(CONFIG, "cuda:1").device == torch.device("cuda", 1)
+    assert place(CONFIG).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("shared", "available", "free"), [(False, 100, 2), (True, 100, 100), (True, 200, 120)])
+def test_the_page_cache_is_free_where_a_gpu_shares_main_memory(
+    shared: bool, available: int, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "memory", lambda: Memory(200, available, "machine"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2, 120))
+    properties = SimpleNamespace(is_integrated=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert free_memory(torch.device("cuda", 0)) == free
