@@ -6,7 +6,7 @@ the states, for all sequences (`device_sequences`), so a CUDA graph of the same 
 serves the models that the fused kernels do not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.device_sequences import DeviceSequences
 from mycli.runtime.engine.passes.graphs import StepInput
+from mycli.runtime.engine.passes.plain import prompt_kinds
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul
@@ -24,7 +25,7 @@ from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.layers.vocabulary import finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS
-from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
 
@@ -49,14 +50,21 @@ def decline_waiting(model: Transformer) -> Declined | None:
     return None
 
 
+def _decline_device(model: Transformer) -> Declined | None:
+    from mycli.runtime.kernels.triton.paged_attention import decline_paged
+
+    return decline_paged(model.device, model.dtype, 0, 1) or decline_waiting(model)
+
+
 class CapturedStep:
     """The captured plain pass of one model; see `compile`."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, kv: KvDtype = "auto") -> None:
+        """kv: the kind of the caches."""
         self._model = model
 
     @classmethod
-    def compile(cls, model: Transformer) -> "CapturedStep | Declined":
+    def compile(cls, model: Transformer, kv: KvDtype = "auto") -> "CapturedStep | Declined":
         """Return the step of a loaded model, or why its operations cannot be captured."""
         if model.dtype not in ACTIVATION_DTYPES:
             return Declined("activation-dtype", {"dtype": str(model.dtype).removeprefix("torch.")})
@@ -65,19 +73,22 @@ class CapturedStep:
         if (declined := decline_captured(model.config)) is not None:
             return declined
         # On a CPU nothing is captured.
-        return (None if model.device.type == "cpu" else decline_waiting(model)) or cls(model)
+        return (None if model.device.type == "cpu" else _decline_device(model)) or cls(model, kv)
 
     def takes(self, sequences: int, tokens: int) -> bool:
-        if sequences * tokens > MOST_ROWS:
-            return False
+        attentions = [spec for spec in self._model.config.attentions if isinstance(spec, AttentionSpec)]
+        heads = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in attentions}
+        return sequences * tokens <= MOST_ROWS and self._attends(heads, tokens)
+
+    def _attends(self, heads: Iterable[tuple[int, int]], tokens: int) -> bool:
+        """Return whether the kernel for decoding attends with each (heads of a key-value head, head_dim)."""
+        # The reference, which attends where no kernel does, reads lengths on the host and so ends a capture.
         if self._model.device.type != "cuda":
             return True
         from mycli.runtime.kernels.triton.attention import head_fits
         from mycli.runtime.kernels.triton.product.matmul import chip_of
 
         chip, element = chip_of(self._model.device), self._model.dtype.itemsize
-        attentions = [spec for spec in self._model.config.attentions if isinstance(spec, AttentionSpec)]
-        heads = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in attentions}
         fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in heads]
         return all(fits)
 
@@ -131,8 +142,9 @@ class PromptStep(CapturedStep):
     Its products unpack weights into memory that the plain pass uses too: a graph keeps all that it takes.
     """
 
-    def __init__(self, model: Transformer) -> None:
-        super().__init__(model)
+    def __init__(self, model: Transformer, kv: KvDtype = "auto") -> None:
+        super().__init__(model, kv)
+        self._decoded = _decoded_heads(model, kv) if model.device.type == "cuda" else frozenset()
         packed = _unpacking(model)
         if packed:
             most = max(matmul.scratch_numbers(model.dtype.itemsize) for matmul in packed)
@@ -142,11 +154,19 @@ class PromptStep(CapturedStep):
 
     def takes(self, sequences: int, tokens: int) -> bool:
         rows = sequences * tokens
-        if not MOST_ROWS < rows <= PROMPT_ROWS:
+        if not MOST_ROWS < rows <= PROMPT_ROWS or not self._attends(self._decoded, tokens):
             return False
         # More rows of an expert are multiplied by dense products, whose sizes the host must know.
         mixtures = [spec.mlp for spec in self._model.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
         return all(rows * mixture.top_k <= MOST_ROWS * len(mixture.experts) for mixture in mixtures)
+
+
+def _decoded_heads(model: Transformer, kv: KvDtype) -> frozenset[tuple[int, int]]:
+    # (heads of a key-value head, head_dim) that the kernel for prompts does not support.
+    from mycli.runtime.kernels.triton.paged_attention import decline_prompts
+
+    kinds = prompt_kinds(model.config, model.device, model.dtype, kv)
+    return frozenset((kind.group, kind.head_dim) for kind in kinds if decline_prompts(kind) is not None)
 
 
 def _unpacking(model: Transformer) -> list[TritonMatmul]:

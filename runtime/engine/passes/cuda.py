@@ -261,7 +261,7 @@ def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Cud
 
 def compile_captured_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
     """Compile the captured plain pass of a model on a CUDA device, or return why it has none; as the fused pass."""
-    step = CapturedStep.compile(model)
+    step = CapturedStep.compile(model, kv)
     return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "captured")
 
 
@@ -270,7 +270,7 @@ def compile_prompt_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> C
 
     The first prompt of each padded length is compared with the plain pass.
     """
-    step = PromptStep.compile(model)
+    step = PromptStep.compile(model, kv)
     return step if isinstance(step, Declined) else compile_step(model, step, kv, GraphCapture(), report, "prompts")
 
 

@@ -5,7 +5,8 @@ A recording replaces the CUDA graph, and the native kernel the GPU's attention.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
@@ -32,6 +33,7 @@ from tests.support.families import CASES, make
 from tests.support.graphs import recording
 from tests.support.grids import chosen
 from tests.support.native_parts import WIDE, load_bf16, need_native_code
+from tests.support.prefix_model import CONFIG
 
 # Softcaps, post-norms; sinks, biases; partial and interleaved rotary; layers without rotary; per-layer inputs and
 # shared keys; queries scaled by position; multipliers; norms over all heads; parallel attention and MLP; a dense Llama.
@@ -283,3 +285,40 @@ def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
         cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
         chosen_pass = passes.choose(PassInput([chunk], cache, ModelRunner(model).rope(KEY_BLOCK)))
         assert chosen_pass is passes.passes[0]
+
+
+def on_gpu(head_dim: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Transformer:
+    """Return what a step reads of a dense bf16 model with 8 heads for each key-value head, on an imitated GPU."""
+    from mycli.runtime.kernels.triton import paged_attention
+    from mycli.runtime.kernels.triton.product import matmul
+    from mycli.runtime.kernels.triton.product.tiles import Chip
+    from mycli.runtime.kernels.triton.prompt_attention import prompt_tile
+
+    chip = Chip(capability, 100)
+
+    def decline(kind: PromptKind) -> Declined | None:
+        return None if prompt_tile(chip, kind.head_dim, kind.stored) else Declined("attention-shape")
+
+    monkeypatch.setattr(matmul, "chip_of", lambda device: chip)
+    monkeypatch.setattr(paged_attention, "decline_prompts", decline)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device, head = torch.device("cuda", 10 * capability[0] + capability[1]), SimpleNamespace(matmuls=())
+    config = replace(CONFIG, heads=8, head_dim=head_dim)
+    parts = {"config": config, "device": device, "dtype": torch.bfloat16, "head": head, "layers": list}
+    return cast(Transformer, SimpleNamespace(**parts))
+
+
+@pytest.mark.parametrize(("head_dim", "capability", "taken"), [(512, (8, 9), 0), (512, (9, 0), 2), (256, (12, 0), 2)])
+def test_prompts_are_captured_where_a_kernel_attends_with_their_heads(
+    head_dim: int, capability: tuple[int, int], taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check heads of 512 (Gemma 4), for which the kernel for prompts has no tile."""
+    step = PromptStep.compile(on_gpu(head_dim, capability, monkeypatch), "auto")
+    assert isinstance(step, PromptStep)
+    assert sum(step.takes(1, tokens) for tokens in (384, 1024)) == taken
+
+
+def test_an_old_gpu_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (CapturedStep, PromptStep):
+        declined = step.compile(on_gpu(128, (7, 5), monkeypatch))
+        assert isinstance(declined, Declined) and declined.code == "compute-capability"

@@ -36,6 +36,7 @@ from mycli.runtime.engine.passes import device_loop  # noqa: E402  (only where T
 from mycli.runtime.engine.passes.cuda import CudaPass  # noqa: E402  (as above)
 from mycli.runtime.engine.passes.device_loop import STEPS, DeviceLoop, compile_loop  # noqa: E402  (as above)
 from mycli.runtime.engine.passes.graphs import Capture, Launches, StepInput  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.sample import Penalties  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -470,7 +471,7 @@ def no_memory() -> list[str]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42.00 MiB")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_loop.Penalties, "make", make)
+        patch.setattr(Penalties, "make", make)
         ours, theirs = (outcome(engine, PROMPT, 13, sampling=DRAWN[-1]) for engine in engines)
     assert ours == theirs
     return [warning.code for warning in warnings]
