@@ -46,8 +46,10 @@ class Route:
 
     def scaled(self, factors: Tensor) -> "Route":
         """Return the route with the weights of each expert multiplied by its factor, fp32 [experts]."""
-        experts = self.starts.new_tensor(self.hit).repeat_interleave(self.starts.diff(), output_size=len(self.tokens))
-        return replace(self, weights=self.weights * factors[experts][self.places])
+        # On a GPU all experts are hit: an index from the host would be a copy that no CUDA graph may capture.
+        chosen = factors if len(self.hit) == len(factors) else factors[self.hit]
+        pairs = chosen.repeat_interleave(self.starts.diff(), output_size=len(self.tokens))
+        return replace(self, weights=self.weights * pairs[self.places])
 
     def part(self, places: Sequence[int]) -> "tuple[Route, Tensor]":
         """Return the route of the experts hit[place], and int64 [n], the indices of its pairs among all.

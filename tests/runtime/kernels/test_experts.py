@@ -79,6 +79,20 @@ def test_parts_of_a_route_have_each_pair_once() -> None:
     assert sorted(pairs) == list(range(len(route.tokens)))
 
 
+@pytest.mark.parametrize("tokens", [1, 40], ids=["few-hit", "all-hit"])
+def test_factors_of_experts_multiply_their_weights(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that nothing is copied from the host where all are hit, as on a GPU: a CUDA graph cannot capture that."""
+    route, factors = reference.route(scores(tokens, 6), RoutingSpec(2, normalize=True)), torch.rand(6) + 0.5
+    assert (len(route.hit) == 6) == (tokens == 40)
+    experts = [
+        expert for place, expert in enumerate(route.hit) for _ in range(*route.starts[place : place + 2].tolist())
+    ]
+    expected = route.weights * factors[torch.tensor(experts)][route.places.long()]
+    if len(route.hit) == 6:
+        monkeypatch.setattr(Tensor, "new_tensor", lambda *_: pytest.fail("a tensor was made on the host"))
+    assert torch.equal(route.scaled(factors).weights, expected)
+
+
 def test_a_route_sends_each_token_to_its_highest_scores() -> None:
     """The expected route is written out for three tokens: pairs by expert, then by token; weights by rank."""
     route = native_route(
