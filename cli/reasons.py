@@ -188,6 +188,7 @@ REASONS: Mapping[str, str] = {
     "packed-router": "{linear} is not one dense product",
     "shared-expert-packing": "{linear} is packed differently from the other experts",
     "layer-recurrent": "some layers have a recurrent state instead of keys and values",
+    "bidirectional": "every token attends to the whole text: the model computes embeddings and has no cache",
     "latent-attention": "some layers have latent attention",
     "gated-attention": "the output of attention is gated",
     "attention-chunks": "attention sees chunks of the context",

@@ -28,6 +28,8 @@ _TIMES = 2  # a pass is launched the first time and captured the second
 
 def compiles(runner: ModelRunner) -> bool:
     """Return whether passes of this model are compiled or captured when they first run."""
+    if runner.config.bidirectional:  # without a cache there are no passes of requests
+        return False
     return runner.device.type == "cuda" or any(isinstance(way, CudaPass) for way in runner.passes.passes)
 
 

@@ -32,6 +32,8 @@ from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
 
 def decline_captured(config: ModelConfig) -> Declined | None:
     """Return what in the declaration of a model cannot be captured, or None."""
+    if config.bidirectional:
+        return Declined("bidirectional")
     for spec in config.layer_specs:
         if isinstance(spec.mlp, ExpertsSpec) and (declined := decline_routing(spec.mlp.routing)) is not None:
             return declined  # what chooses in plain torch waits for the device

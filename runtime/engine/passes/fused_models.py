@@ -90,6 +90,8 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
 
 def decline_config(config: ModelConfig, kv: KvDtype = "auto") -> Declined | None:
     """Return the first property of a model that the fused kernels do not support; None if they support all."""
+    if config.bidirectional:
+        return Declined("bidirectional")
     for spec in config.layer_specs:
         if (declined := _decline_layer(spec)) is not None:
             return declined

@@ -1,6 +1,7 @@
 """Test that the passes of later requests were launched and captured before, and that a warm-up leaves no trace."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
@@ -92,3 +93,9 @@ def test_nothing_is_done_where_nothing_is_compiled_or_requests_run() -> None:
     busy.engine.submit(Request((1, 2), SamplingParams(), 3))
     with pytest.raises(RuntimeError, match="requests"):
         warm_up_passes(busy.engine, [])
+
+
+def test_a_model_that_computes_embeddings_alone_has_no_passes_to_compile() -> None:
+    served = Served()
+    served.engine.runner.model.config = replace(served.engine.runner.config, bidirectional=True)
+    assert warm_up_passes(served.engine, [SamplingParams()]) == served.captures == 0 and not served.step.shapes

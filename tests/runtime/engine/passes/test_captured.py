@@ -22,6 +22,7 @@ from mycli.runtime.engine.passes import COMPILERS, Compiler, Passes, compile_pas
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
 from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_captured, decline_waiting
 from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.fused_models import decline_config
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
@@ -322,3 +323,8 @@ def test_an_old_gpu_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (CapturedStep, PromptStep):
         declined = step.compile(on_gpu(128, (7, 5), monkeypatch))
         assert isinstance(declined, Declined) and declined.code == "compute-capability"
+
+
+def test_a_model_without_a_cache_has_neither_pass() -> None:
+    config = replace(CONFIG, bidirectional=True)
+    assert decline_captured(config) == decline_config(config) == Declined("bidirectional")
