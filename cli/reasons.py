@@ -58,6 +58,8 @@ REASONS: Mapping[str, str] = {
     "no-c-compiler": "Triton needs a C compiler to launch kernels: install gcc (Debian: apt install gcc)",
     "no-python-headers": "Triton needs the headers of Python, and {folder} has no Python.h: install python3-dev "
     "(Fedora: python3-devel)",
+    "triton-cache-unwritable": "Triton cannot keep compiled kernels in {folder}: set TRITON_CACHE_DIR to a folder that "
+    "can be written",
     "kernel-raises": "failed on this machine: {error}",
     "product-check-failed": "is wrong on this machine: a product of {packing} is off by {error:.1%}",
     "weights-unpacked": "{reason}; packed weights are stored as {dtype}, which takes more memory",
