@@ -71,6 +71,8 @@ class RequestState:
         """Store the requested rows of the hidden states of `part`, [tokens, hidden]."""
         request = part.sequence.request
         if request.hidden_states == "all":
+            if not part.start:  # the sequence was preempted: its prompt is computed again from the first token
+                self.hidden.clear()
             self.hidden.append(hidden.clone())
         elif request.hidden_states == "last" and part.completes:
             self.hidden.append(hidden[-1:].clone())

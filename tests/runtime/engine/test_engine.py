@@ -74,6 +74,23 @@ def test_a_prompt_that_begins_alike_is_read_from_where_it_differs(pico: ModelRun
     assert cached(PROMPT) == (first, 0)
 
 
+def test_hidden_states_of_a_prompt_that_is_preempted_half_way_are_returned_once(pico: ModelRunner) -> None:
+    asked = Request(tuple(range(300, 330)), limit=0, hidden_states="all")
+
+    def hidden(engine: Engine, number: int) -> torch.Tensor | None:
+        return drain(engine)[number][-1].hidden
+
+    alone = paged(pico, 64, chunk=4)
+    expected = hidden(alone, alone.submit(asked))
+    engine = paged(pico, 40, chunk=4, running=2)
+    engine.submit(Request((5, 6), limit=30))
+    number = engine.submit(asked)
+    actual = hidden(engine, number)
+    assert engine.stats.preemptions == 1
+    assert expected is not None and len(expected) == 30
+    torch.testing.assert_close(actual, expected)
+
+
 def test_a_consumer_that_leaves_keeps_the_cache_valid(pico: ModelRunner) -> None:
     engine = lanes(pico, 64)
     consumer: Iterator[int] = stream(engine, Request(tuple(PROMPT), limit=12))
