@@ -23,6 +23,15 @@ def trained_context(raw: Fields) -> int:
     return raw.integer("max_position_embeddings", 2048, high=1 << 62)
 
 
+def longest_context(raw: Fields, scaling: RopeScaling) -> int:
+    """Return the longest context of a model with this scaling of full attention."""
+    trained = trained_context(raw)
+    if scaling.kind != "yarn":
+        return trained
+    # Qwen's model cards add yarn to config.json and leave max_position_embeddings as it was, as vLLM expects.
+    return max(trained, int(scaling.original_context * scaling.factor))
+
+
 def has_rope(raw: Fields) -> bool:
     """Whether the config has a rope section, under its new or its old name."""
     return bool(_keys(raw))

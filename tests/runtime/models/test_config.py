@@ -152,6 +152,21 @@ def test_old_and_new_rope_keys_mean_the_same() -> None:
     assert old == new and old.rope_scaling == RopeScaling("linear", 4.0, 128)
 
 
+@pytest.mark.parametrize(
+    ("trained", "kind", "factor", "context"),
+    [
+        (40960, "yarn", 4.0, 131072),  # as Qwen3's card says
+        (32768, "yarn", 4.0, 131072),  # Qwen2.5's
+        (1000000, "yarn", 3.0, 1000000),  # Qwen3-VL's raises both
+        (16384, "linear", 4.0, 16384),  # DeepSeek Coder's, which is scaled already
+    ],
+)
+def test_yarn_added_to_a_config_lengthens_the_context(trained: int, kind: str, factor: float, context: int) -> None:
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32768}
+    config = parse(max_position_embeddings=trained, rope_theta=1e6, rope_scaling=scaling)
+    assert config.max_context == context
+
+
 def test_windows_by_family() -> None:
     assert parse(model_type="mistral", sliding_window=32).windows == (32, 32)
     assert parse(model_type="mistral", sliding_window=128).windows == (), "as long as the context: no window"
