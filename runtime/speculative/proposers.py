@@ -100,6 +100,7 @@ class DraftModel:
         self.runner = runner
         self.context = min(shape.context, runner.config.max_context)
         self.cache = runner.make_cache(shape)
+        runner.rope(self.context)  # else built again for every longer sequence, where blocks are short
         self.relative_cost = runner.nbytes / max(target_bytes, 1)
         self._pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size))
         self._tables: dict[int, BlockTable] = {}

@@ -263,6 +263,17 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
     assert counts[0] == counts[1] and len(counts[0]) == when - len(PROMPT)
 
 
+def test_a_draft_model_builds_its_rotary_tables_once() -> None:
+    """In short blocks the tables would else be built again for every longer sequence."""
+    target = target_model(0)
+    draft = ModelRunner(PrefixModel(random_function(0, VOCAB), VOCAB))
+    shape = CacheShape.paged(40, 40, 4)
+    engine = speculating(target, DraftModel(draft, shape, 1), FixedDraftLength(2), shape)
+    tables = draft.rope(1)
+    assert len(reply(engine, PROMPT, 30)) == 30
+    assert draft.rope(1) is tables
+
+
 def test_adaptive_lengths_change_no_token() -> None:
     """F16: on, off, and switching between; seeded ones too."""
     target = target_model()
