@@ -1,15 +1,16 @@
-"""A LoRA adapter in PEFT's layout: which weights it changes, from the headers of its files.
+"""A LoRA adapter in PEFT's layout or mlx-lm's: which weights it changes, from the headers of its files.
 
-Matrices A [r, in] and B [out, r] change a weight W to W + s B A (Hu et al. 2021, arXiv:2106.09685). Anything that does
-not fit the model is refused by name. Imports no torch.
+Matrices A [r, in] and B [out, r] change a weight W to W + s B A (Hu et al. 2021, arXiv:2106.09685); DoRA scales each
+row of the sum to a trained norm (Liu et al. 2024, arXiv:2402.09353). Anything that does not fit the model is refused by
+name. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig
+from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS, AdapterConfig
 from mycli.runtime.checkpoint.manifest import Manifest, read_file_header
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
@@ -21,17 +22,23 @@ from mycli.runtime.utils.json_fields import read_object
 
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+_MAGNITUDE = ".lora_magnitude_vector"
+_MLX_PARTS = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight", ".m": _MAGNITUDE}
 _TOKENS = ("model.embed_tokens", "lm_head")
 Rename = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The update `scale` * B [out, r] * A [r, in] of one weight; `a` and `b` are names of tensors."""
+    """The update `scale` * B [out, r] * A [r, in] of one weight; `a` and `b` are names of tensors.
+
+    magnitude: the tensor [out] of the norms to which DoRA scales the rows of the sum.
+    """
 
     a: str
     b: str
     scale: float
+    magnitude: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,20 +76,38 @@ class Adapter:
         return self.manifest.nbytes
 
     def source_files(self) -> list[Path]:
-        return [self.path / ADAPTER_CONFIG, self.path / ADAPTER_WEIGHTS]
+        return [self.path / ADAPTER_CONFIG, *(self.path / name for name in self.manifest.files)]
 
 
 def _manifest(path: Path) -> Manifest:
     if not (path / ADAPTER_WEIGHTS).exists():
-        others = {
-            "adapter_model.bin": ("its weights are a pickle", "pickles can run code; have PEFT save it as safetensors"),
-            "adapters.safetensors": ("an adapter of MLX", "adapters are read in PEFT's layout"),
-        }
-        for name, (problem, hint) in others.items():
-            if (path / name).exists():
-                raise ModelError(f"{path}: {problem} ({name}), without {ADAPTER_WEIGHTS}", hint)
+        if (path / MLX_WEIGHTS).exists():
+            file = RegularFile.find(path / MLX_WEIGHTS)
+            return Manifest(path, _peft_names(read_file_header(file)), {file.name: file})
+        pickled = "adapter_model.bin"
+        if (path / pickled).exists():
+            raise ModelError(
+                f"{path}: its weights are a pickle ({pickled}), without {ADAPTER_WEIGHTS}",
+                "pickles can run code; have PEFT save it as safetensors",
+            )
     file = RegularFile.find(path / ADAPTER_WEIGHTS)
     return Manifest(path, read_file_header(file), {file.name: file})
+
+
+def _peft_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors of an adapter of mlx-lm, whose matrices are stored as their transposes, by PEFT's names."""
+    renamed = {}
+    for name, entry in tensors.items():
+        suffix = next((suffix for suffix in _MLX_PARTS if name.endswith(suffix)), None)
+        if suffix is None or len(entry.shape) > 2:
+            raise ModelError(
+                f"{entry.file}: {name:.100}: not part of a low-rank update of a linear layer, which alone is supported",
+                "merge it with mlx_lm.fuse",
+            )
+        stored = f"{_PREFIX}{name.removesuffix(suffix)}{_MLX_PARTS[suffix]}"
+        matrix = len(entry.shape) == 2
+        renamed[stored] = replace(entry, name=stored, shape=entry.shape[::-1], transposed=matrix)
+    return renamed
 
 
 def _match_tensors(
@@ -91,12 +116,13 @@ def _match_tensors(
     halves: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
     unused: list[str] = []
+    known = {**_PARTS, _MAGNITUDE: "magnitude"} if config.dora else _PARTS
     for stored in tensors:
         if not stored.startswith(_PREFIX):
             raise ModelError(
                 f"{ADAPTER_WEIGHTS}: {stored:.80}: not a tensor name of PEFT", "save the adapter with PEFT"
             )
-        suffix = next((suffix for suffix in _PARTS if stored.endswith(suffix)), None)
+        suffix = next((suffix for suffix in known if stored.endswith(suffix)), None)
         plain = stored.removeprefix(_PREFIX)
         module = plain if suffix is None else plain.removesuffix(suffix)
         if suffix is None and ("lora_" in plain or "modules_to_save" in plain):
@@ -108,12 +134,15 @@ def _match_tensors(
         elif suffix is None:
             replaced[str(rename(plain))] = stored
         else:
-            halves.setdefault(module, {})[_PARTS[suffix]] = stored
+            halves.setdefault(module, {})[known[suffix]] = stored
     for module, parts in halves.items():
-        if len(parts) != 2:
-            raise damaged(f"{ADAPTER_WEIGHTS}: {module:.80} has lora_{'AB'['a' in parts]} missing")
+        file = tensors[next(iter(parts.values()))].file
+        for suffix, part in known.items():
+            if part not in parts:
+                missing = suffix.removeprefix(".").removesuffix(".weight")
+                raise damaged(f"{file}: {module:.80} has {missing} missing")
     added = {
-        str(rename(f"{module}.weight")): LowRank(parts["a"], parts["b"], config.scale(module))
+        str(rename(f"{module}.weight")): LowRank(**parts, scale=config.scale(module))
         for module, parts in halves.items()
     }
     return added, replaced, unused
@@ -124,26 +153,31 @@ def _check_added(
 ) -> None:
     a, b, shape = tensors[low.a], tensors[low.b], shapes.get(name)
     if shape is None:
-        raise _no_place(name)
+        raise _no_place(name, a.file)
     module = low.a.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
     rank = config.rank_of(module)
     if len(shape) != 2 or a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         raise ModelError(
-            f"{ADAPTER_WEIGHTS}: {module:.80}: A {list(a.shape)} and B {list(b.shape)} of rank {rank} "
+            f"{a.file}: {module:.80}: A {list(a.shape)} and B {list(b.shape)} of rank {rank} "
             f"do not fit the weight {list(shape)}",
             "the adapter was made for another model, or its config is another adapter's",
         )
     _check_float(a)
     _check_float(b)
+    if low.magnitude is not None:
+        norms = tensors[low.magnitude]
+        if norms.shape != shape[:1]:
+            raise damaged(f"{norms.file}: {module:.80}: {list(norms.shape)} norms for {shape[0]} rows")
+        _check_float(norms)
 
 
 def _check_replaced(name: str, entry: TensorEntry, shapes: Mapping[str, Shape], tied: bool) -> None:
     shape = shapes.get(name)
     if shape is None or (tied and name == "model.embed_tokens.weight"):
-        raise _no_place(name)
+        raise _no_place(name, entry.file)
     if entry.shape != shape:
         raise ModelError(
-            f"{ADAPTER_WEIGHTS}: {name:.80} has shape {list(entry.shape)}, but the model's tensor has {list(shape)}",
+            f"{entry.file}: {name:.80} has shape {list(entry.shape)}, but the model's tensor has {list(shape)}",
             "the adapter was made for another model, or for one with more tokens",
         )
     _check_float(entry)
@@ -154,14 +188,14 @@ def _check_float(entry: TensorEntry) -> None:
         raise damaged(f"{entry.file}: {entry.name:.100} is {entry.dtype}, expected {' or '.join(SAFETENSORS_FLOATS)}")
 
 
-def _no_place(name: str) -> ModelError:
+def _no_place(name: str, file: str) -> ModelError:
     module = name.removesuffix(".weight").removesuffix(".bias")
     if module in _TOKENS:
         return ModelError(
-            f"{ADAPTER_WEIGHTS}: changes {module}, but the model ties its embeddings: one table for tokens and head",
+            f"{file}: changes {module}, but the model ties its embeddings: one table for tokens and head",
             "only adapters of its layers can be merged",
         )
     return ModelError(
-        f"{ADAPTER_WEIGHTS}: {name:.100}: the model has no such weight",
+        f"{file}: {name:.100}: the model has no such weight",
         "the adapter was made for another model, or for one that fuses its linears differently",
     )

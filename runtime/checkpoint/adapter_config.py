@@ -1,8 +1,8 @@
-"""Reads adapter_config.json of a LoRA adapter in PEFT's layout.
+"""Reads adapter_config.json of a LoRA adapter, in PEFT's layout or mlx-lm's.
 
 The scale of B A is lora_alpha / r, or lora_alpha / sqrt(r) if rank-stabilized (Hu et al. 2021, arXiv:2106.09685;
-Kalajdzievski 2023, arXiv:2312.03732). Fields that would give other weights than W + s B A are refused by name. Imports
-little: `list` uses it.
+Kalajdzievski 2023, arXiv:2312.03732); mlx-lm stores the scale itself. DoRA also scales rows (`LowRank`). Fields that
+would give other weights are refused by name. Imports little: `list` uses it.
 """
 
 import math
@@ -18,6 +18,7 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MLX_WEIGHTS = "adapters.safetensors"
 MAX_RANK = 1 << 16
 _MAX_ALPHA = 1e6
 _MAX_PATTERNS = 10_000
@@ -32,9 +33,9 @@ _REFUSED = (
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
 )
+_USES = ("use_dora", "use_rslora")
 _HARMLESS_STARTS = ("gaussian", "eva", "orthogonal")  # initial values of A and B; other kinds change W before training
 # A module name or its end, as nearly all of PEFT's patterns are: no other expression of an untrusted file is run.
 _NAME = re.compile(r"\^?(?:\w|\\?\.)+\$?", re.ASCII)
@@ -44,7 +45,7 @@ _Value = TypeVar("_Value", int, float)
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The scales of an adapter's matrices; `base` is the model it was trained on, or ""."""
+    """The scales of an adapter's matrices; `base` is the model it was trained on, or ""; dora: rows are rescaled."""
 
     base: str
     rank: int
@@ -52,17 +53,21 @@ class AdapterConfig:
     rank_stabilized: bool
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
+    dora: bool = False
 
     @classmethod
     def parse(cls, raw: Fields) -> "AdapterConfig":
         """Parse adapter_config.json. Raises ModelError naming the field that is damaged or not supported."""
+        if raw.has("lora_parameters") and not raw.has("peft_type"):
+            return cls._parse_mlx(raw)
         kind = raw.text("peft_type")
         if kind != "LORA":
             raise raw.fail("peft_type", f"is {kind:.40}: only LORA adapters can be merged")
         refused = next((name for name in _REFUSED if raw.values.get(name)), None)
-        unknown = next((name for name, value in raw.values.items() if name.startswith("use_") and value is True), None)
-        if refused is not None or unknown not in (None, "use_rslora"):
-            raise raw.fail(refused or str(unknown), "is not supported: only plain low-rank updates are")
+        uses = [name for name, value in raw.values.items() if name.startswith("use_") and value is True]
+        refused = refused or next((name for name in uses if name not in _USES), None)
+        if refused is not None:
+            raise raw.fail(refused, "is not supported: only low-rank updates and DoRA are")
         start = raw.values.get("init_lora_weights")
         if isinstance(start, str) and start not in _HARMLESS_STARTS:
             raise ModelError(
@@ -77,7 +82,16 @@ class AdapterConfig:
             rank_stabilized=raw.boolean("use_rslora", False),
             ranks={_pattern(ranks, key): ranks.integer(key, high=MAX_RANK) for key in _keys(ranks)},
             alphas={_pattern(alphas, key): _alpha(alphas, key) for key in _keys(alphas)},
+            dora=raw.boolean("use_dora", False),
         )
+
+    @classmethod
+    def _parse_mlx(cls, raw: Fields) -> "AdapterConfig":
+        kind, parameters = raw.text("fine_tune_type", "lora"), raw.object("lora_parameters")
+        if kind not in ("lora", "dora"):
+            raise raw.fail("fine_tune_type", f"is {kind:.40}: only lora and dora can be merged", "use mlx_lm.fuse")
+        rank = parameters.integer("rank", high=MAX_RANK)
+        return cls(raw.text("model", ""), rank, _alpha(parameters, "scale") * rank, False, {}, {}, dora=kind == "dora")
 
     def rank_of(self, module: str) -> int:
         return _matching(self.ranks, module, self.rank)

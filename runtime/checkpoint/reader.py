@@ -152,7 +152,11 @@ class MergedCheckpoint(Checkpoint):
 
     def _add(self, weight: Tensor, added: "LowRank") -> None:
         a, b = (self._changes.read(name).float() for name in (added.a, added.b))
+        norms = None if added.magnitude is None else self._changes.read(added.magnitude).float()
         rows = max(1, _MERGED_VALUES // weight.shape[1])
         for start in range(0, len(weight), rows):
             part = weight[start : start + rows]
-            part.copy_((b[start : start + rows] @ a).mul_(added.scale).add_(part))
+            total = (b[start : start + rows] @ a).mul_(added.scale).add_(part)
+            if norms is not None:
+                total.mul_((norms[start : start + rows] / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1))
+            part.copy_(total)

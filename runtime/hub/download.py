@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS
 from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, index_counts
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
@@ -116,8 +116,9 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
             return [*small, root[INDEX], *(root[name] for name in shards)]
     if SINGLE in root:
         return [*small, root[SINGLE]]
-    if ADAPTER_CONFIG in root and ADAPTER_WEIGHTS in root:
-        return [root[ADAPTER_CONFIG], root[ADAPTER_WEIGHTS]]
+    for weights in (ADAPTER_WEIGHTS, MLX_WEIGHTS):
+        if ADAPTER_CONFIG in root and weights in root:
+            return [root[ADAPTER_CONFIG], root[weights]]
     if ggufs := store.gguf_files(file.name for file in files if safe_path(file.name)):
         more = f" and {len(ggufs) - 6} more" if ggufs[6:] else ""
         listed = ", ".join(f"{repo}:{name}" for name in ggufs[:6])

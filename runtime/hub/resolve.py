@@ -69,7 +69,7 @@ def resolve(model: str, *, offline: bool = False) -> Source:
 
 def resolve_adapter(name: str, *, offline: bool = False) -> Source:
     """Return the source of a LoRA adapter: a folder, or `org/repo[@revision]`. Raises as `resolve` does."""
-    hint = f"an adapter is a folder in PEFT's layout, with {ADAPTER_CONFIG}"
+    hint = f"an adapter is a folder in the layout of PEFT or mlx-lm, with {ADAPTER_CONFIG}"
     if is_path(name) and (file := expand_user(name)).exists() and not file.is_dir():
         raise ModelError(f"{name}: a file, but an adapter is a folder", f"give its folder: {file.parent}")
     try:

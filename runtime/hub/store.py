@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
+from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS, is_adapter
 from mycli.runtime.checkpoint.gguf_parts import part_number
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, index_counts
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
@@ -144,7 +144,8 @@ def missing_files(folder: Path, tree: Iterable[HubFile] | None) -> list[str]:
     """Return the files that the model or adapter in `folder` lacks; `tree`: the files of its commit, if known."""
     names = {file.name for file in tree or ()}
     if is_adapter(folder) or has_adapter_files(names):
-        needed = {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+        kinds = (ADAPTER_WEIGHTS, MLX_WEIGHTS)
+        needed = {ADAPTER_CONFIG, next((n for n in kinds if n in names or (folder / n).exists()), ADAPTER_WEIGHTS)}
     else:
         needed = {"config.json"} | (ESSENTIAL & names)
         if "tokenizer.json" in names:

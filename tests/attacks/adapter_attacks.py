@@ -12,6 +12,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 Attack = tuple[dict[str, Any], Callable[[Tensors], object], str]
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
+_DOWN = "base_model.model.model.layers.1.mlp.down_proj"
 _A, _B = f"{_Q}.lora_A.weight", f"{_Q}.lora_B.weight"
 
 
@@ -31,7 +32,19 @@ def _rename(old: str, new: str) -> Callable[[Tensors], object]:
 ATTACKS: dict[str, Attack] = {
     "another-method": ({"peft_type": "LOHA"}, _nothing, r"adapter_config.json: peft_type is LOHA"),
     "no-method": ({"peft_type": None}, _nothing, r"peft_type is missing"),
-    "dora": ({"use_dora": True}, _nothing, r"use_dora is not supported"),
+    "dora-without-norms": ({"use_dora": True}, _nothing, r"self_attn.q_proj has lora_magnitude_vector missing"),
+    "dora-of-other-rows": (
+        {"use_dora": True},
+        lambda tensors: tensors.update({f"{m}.lora_magnitude_vector": torch.ones(4) for m in (_Q, _DOWN)}),
+        r"q_proj: \[4\] norms for 128 rows",
+    ),
+    "dora-without-numbers": (
+        {"use_dora": True},
+        lambda tensors: tensors.update(
+            {f"{m}.lora_magnitude_vector": torch.full((128,), torch.nan) for m in (_Q, _DOWN)}
+        ),
+        r"lora_magnitude_vector: 128 of 128 values are NaN",
+    ),
     "dora-by-its-tensors": ({}, _put(x__lora_magnitude_vector=torch.ones(4)), r"x.lora_magnitude_vector: not part"),
     "a-method-to-come": ({"use_newra": True}, _nothing, r"use_newra is not supported"),
     "activated-by-tokens": ({"alora_invocation_tokens": [1]}, _nothing, r"alora_invocation_tokens"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant.export import ExportRequest, find_export_target
@@ -87,6 +87,74 @@ def test_parts_of_a_weight_are_the_whole(model: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr("mycli.runtime.checkpoint.reader._MERGED_VALUES", 1000)  # five rows of 192
     actual = read(open_model_folder(model).with_adapter("tuned", adapter))
     assert all(actual[name].equal(weight) for name, weight in expected.items())
+
+
+def rescaled(weight: Tensor, tensors: dict[str, Tensor], module: str, scale: float) -> Tensor:
+    total = merged(weight.double(), tensors, module, scale)
+    norms = tensors[f"base_model.model.{module}.lora_magnitude_vector"].double()
+    return (norms / total.norm(dim=1) * total.T).T.to(weight.dtype)
+
+
+def with_norms(tensors: dict[str, Tensor], *modules: str) -> dict[str, Tensor]:
+    norms = torch.rand(128, generator=torch.Generator().manual_seed(9)) + 0.5
+    return {**tensors, **{f"base_model.model.{module}.lora_magnitude_vector": norms.clone() for module in modules}}
+
+
+def test_dora_scales_the_rows_of_the_sum(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mycli.runtime.checkpoint.reader._MERGED_VALUES", 1000)  # five rows of 192
+    tensors = with_norms(tensors_for(model, QUERIES, DOWN), QUERIES, DOWN)
+    adapted = open_model_folder(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors, use_dora=True))
+    before, after = read(open_model_folder(model)), read(adapted)
+    for module in (QUERIES, DOWN):
+        name = f"{module}.weight"
+        assert_close(after[name], rescaled(before[name], tensors, module, 2.0))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_of_mlx_is_that_of_peft(model: Path, tmp_path: Path, kind: str) -> None:
+    """mlx-lm stores the transposes of A and B, the norms as `m`, and the scale instead of alpha."""
+    tensors = tensors_for(model, QUERIES, DOWN)
+    theirs = {}
+    for module in (QUERIES, DOWN):
+        for part in "AB":
+            matrix = tensors[f"base_model.model.{module}.lora_{part}.weight"]
+            theirs[f"{module}.lora_{part.lower()}"] = matrix.T.contiguous()
+    if kind == "dora":
+        tensors = with_norms(tensors, QUERIES, DOWN)
+        theirs |= {f"{m}.m": tensors[f"base_model.model.{m}.lora_magnitude_vector"] for m in (QUERIES, DOWN)}
+    (tmp_path / "mlx").mkdir()
+    save_file(theirs, tmp_path / "mlx" / "adapters.safetensors")
+    config = {"fine_tune_type": kind, "model": "org/base", "num_layers": 16}
+    config["lora_parameters"] = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(config))
+    peft = write_adapter(tmp_path / "peft", tensors, use_dora=kind == "dora")
+    actual = open_model_folder(model).with_adapter("tuned", tmp_path / "mlx")
+    expected = read(open_model_folder(model).with_adapter("tuned", peft))
+    assert is_adapter(tmp_path / "mlx")
+    assert actual.adapter is not None and actual.adapter.config.base == "org/base"
+    assert all(path.is_file() for path in actual.adapter.source_files())
+    assert not expected[f"{QUERIES}.weight"].equal(read(open_model_folder(model))[f"{QUERIES}.weight"])
+    assert all(weight.equal(expected[name]) for name, weight in read(actual).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "changes", "message"),
+    [
+        ("model.layers.0.mlp.switch_mlp.up_proj.lora_a", (8, 4, 128), {}, r"switch_mlp.up_proj.lora_a: not part"),
+        ("model.norm.weight", (128,), {}, r"model.norm.weight: not part"),
+        (f"{QUERIES}.lora_a", (128, 4), {}, rf"{QUERIES} has lora_B missing"),
+        (f"{QUERIES}.lora_a", (128, 4), {"fine_tune_type": "full"}, r"fine_tune_type is full"),
+    ],
+    ids=["experts", "whole", "half", "full"],
+)
+def test_other_adapters_of_mlx_are_refused(
+    model: Path, tmp_path: Path, name: str, shape: tuple[int, ...], changes: dict[str, Any], message: str
+) -> None:
+    save_file({name: torch.ones(shape)}, tmp_path / "adapters.safetensors")
+    config = {"lora_parameters": {"rank": 4, "scale": 2.0}, **changes}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        open_model_folder(model).with_adapter("tuned", tmp_path)
 
 
 def test_modules_stored_whole_stand_instead(model: Path, tmp_path: Path) -> None:
@@ -186,7 +254,6 @@ def test_hostile_adapters_are_refused_by_field_or_tensor(model: Path, tmp_path: 
     ("file", "problem"),
     [
         ("adapter_model.bin", "its weights are a pickle"),
-        ("adapters.safetensors", "adapter of MLX"),
         ("x", "No such"),
     ],
 )
@@ -214,8 +281,9 @@ def test_a_folder_of_both_is_a_model(model: Path, tmp_path: Path) -> None:
         {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"layers.1.mlp.down_proj": 3}},
         {"target_modules": ["down_proj"], "alpha_pattern": {"^model.layers.2.mlp.down_proj": 3, "mlp.down_proj": 5}},
         {"target_modules": ["o_proj"], "modules_to_save": ["norm"], "fan_in_fan_out": True},
+        {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
     ],
-    ids=["two", "all-rank-stabilized", "alphas", "norm-saved"],
+    ids=["two", "all-rank-stabilized", "alphas", "norm-saved", "dora"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_and_logits_are_those_that_peft_merges(

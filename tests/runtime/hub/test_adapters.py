@@ -47,6 +47,16 @@ def test_its_two_files_are_fetched_listed_verified_and_removed(server: HubServer
         resolve_adapter(REPO)
 
 
+def test_an_adapter_of_mlx_is_pulled_whole(server: HubServer, files: dict[str, bytes]) -> None:
+    config = json.dumps({"model": "org/base", "lora_parameters": {"rank": 4, "scale": 20.0}}).encode()
+    weights = files["adapter_model.safetensors"]
+    server.add(REPO, {"adapter_config.json": config, "adapters.safetensors": weights, "README.md": b"x"})
+    fetch(server)
+    (adapter,) = [model for model in local_models() if model.kind == "adapter"]
+    assert adapter.problem == ""
+    assert (resolve_adapter(REPO).folder / "adapters.safetensors").read_bytes() == weights
+
+
 def test_it_is_no_model_and_the_hint_says_which_it_needs(server: HubServer, files: dict[str, bytes]) -> None:
     server.add(REPO, files)
     fetch(server)
@@ -56,9 +66,9 @@ def test_it_is_no_model_and_the_hint_says_which_it_needs(server: HubServer, file
 
 
 def test_what_cannot_be_merged_is_refused_before_it_is_fetched(server: HubServer, files: dict[str, bytes]) -> None:
-    files["adapter_config.json"] = json.dumps({**LORA, "use_dora": True}).encode()
+    files["adapter_config.json"] = json.dumps({**LORA, "use_qalora": True}).encode()
     server.add(REPO, files)
-    refused = pytest.raises(ModelError, match="cannot be used here: .*use_dora")
+    refused = pytest.raises(ModelError, match="cannot be used here: .*use_qalora")
     with Hub(server.address(), None, print, QUICK) as hub, refused:
         check_supported(hub, plan_download(hub, REPO))
     assert not server.requests("adapter_model.safetensors")
