@@ -8,7 +8,7 @@ from typing import Any
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
-from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, has_rope, longest_context, read_rope
+from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, has_rope, read_rope, scaled_context
 from mycli.runtime.models.part_spec import ActivationName
 from mycli.runtime.utils.dtypes import float_dtype
 from mycli.runtime.utils.json_fields import Fields
@@ -140,7 +140,7 @@ def common(
         "head_dim": raw.integer("head_dim", max(hidden // heads, 1), high=1 << 16),
         "intermediate_size": raw.integer("intermediate_size"),
         "vocab_size": vocab,
-        "max_context": longest_context(raw, scaling),
+        "max_context": scaled_context(raw, scaling),
         "rms_norm_eps": raw.number("rms_norm_eps", 1e-6, low=1e-30, high=1.0),
         "rope_theta": theta,
         "rope_scaling": scaling,

@@ -23,7 +23,7 @@ def trained_context(raw: Fields) -> int:
     return raw.integer("max_position_embeddings", 2048, high=1 << 62)
 
 
-def longest_context(raw: Fields, scaling: RopeScaling) -> int:
+def scaled_context(raw: Fields, scaling: RopeScaling) -> int:
     """Return the longest context of a model with this scaling of full attention."""
     trained = trained_context(raw)
     if scaling.kind != "yarn":
