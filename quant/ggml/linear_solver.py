@@ -12,6 +12,7 @@ from mycli.quant.ggml.solve import factor_for, round_blocks, solve
 from mycli.quant.output.model_card import Layer
 from mycli.quant.rounding.error_compensation import Moments, refit
 from mycli.quant.rounding.grid import Quantized
+from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.quant.solvers.gptq import Factor
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver, SolvedProduct
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
@@ -94,12 +95,18 @@ class BlockTypeSolver(LinearSolver):
     def round_tensor(self, name: str, weight: Tensor) -> tuple[Tensor, float]:
         """Return blocks uint8 [N, bytes] of a weight [N, K] without data, and their relative squared error."""
         columns, kind = self._columns(name, weight.shape[1]), self.kind(name)
-        original = (weight if columns is None else weight[:, columns]).float()
-        try:
-            blocks = round_blocks(original, kind)
-        except ModelError as error:
-            raise error.with_message(f"{name}.weight: {error.message}") from error
-        return blocks, _error(original, blocks, kind)
+        parts, lost, total = [], 0.0, 0.0
+        # A table of per-layer inputs may be larger than the rest of the model, so few rows are in fp32 at a time.
+        for rows in weight.split(max(1, SOLVER_WEIGHTS // weight.shape[1])):
+            original = (rows if columns is None else rows[:, columns]).float()
+            try:
+                blocks = round_blocks(original, kind)
+            except ModelError as error:
+                raise error.with_message(f"{name}.weight: {error.message}") from error
+            size = float(original.square().sum(dtype=torch.float64))
+            lost, total = lost + size * _error(original, blocks, kind), total + size
+            parts.append(blocks)
+        return torch.cat(parts), lost / total if total else 0.0
 
     def _columns(self, name: str, count: int) -> Tensor | None:
         return self._layout.column_order(f"{name}.weight", count)

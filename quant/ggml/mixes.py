@@ -14,9 +14,13 @@ from mycli.runtime.errors import UsageError
 Spot = Callable[["MixPlace"], bool]
 
 GGUF_EMBEDDING, GGUF_HEAD = "token_embd.weight", "output.weight"
-# In the order in which llama-quantize compares names: attn_kv_b and attn_qkv contain values, and count as attn_v.
-_ROLES = ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output", "ffn_up", "ffn_gate", "ffn_down")
+_EMBEDDINGS = (GGUF_EMBEDDING, "per_layer_token_embd.weight")
+# attn_kv_b and attn_qkv contain values, and count as attn_v.
 _VALUES = ("attn_qkv", "attn_kv_b", "attn_v")
+# Latent attention's attn_q_a, attn_q_b and attn_kv_a_mqa have no role, hence whole names of attention. Those of the
+# feed-forward part may have an ending, as in ffn_up_exps.
+_ATTENTION_ROLES = (*_VALUES, "attn_k", "attn_q", "attn_output")
+_FEED_FORWARD_ROLES = ("ffn_up", "ffn_gate", "ffn_down")
 # Replacements for rows that do not fill super-blocks of 256. The result takes more bits, never fewer.
 _NARROW = {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
@@ -33,7 +37,7 @@ _LARGE_LAYERS = 80
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The properties of a model that decide types: layers, queries per key head, experts, and the architecture."""
+    """The properties of a model that decide types; queries_per_key: of the first layer, 0 if it has no keys."""
 
     layers: int
     queries_per_key: int
@@ -48,7 +52,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MixPlace:
-    """A tensor among `count` of its role. index: the number of those before it; its layer in a mixture of experts."""
+    """A tensor among `count` of its role. index: the number of those before it; its layer in a mixture of experts.
+
+    Tensors that contain values have one role.
+    """
 
     index: int
     count: int
@@ -193,16 +200,16 @@ def load_mix(name: str) -> Mix:
 
 def choose_types(name: str, tensors: Iterable[tuple[str, int]], model: ModelShape) -> dict[str, str]:
     """Return the type of each tensor, given as name and length of a row, that the file type `name` quantizes."""
-    mix, tensors = load_mix(name), sorted(tensors, key=lambda tensor: _layer(tensor[0]))
-    values = [tensor for tensor, _ in tensors if _role(tensor) in _VALUES]
+    mix, tensors = load_mix(name), sorted(tensors, key=lambda tensor: (_layer(tensor[0]), tensor[0]))
+    values = sum(_role(tensor) == "v" for tensor, _ in tensors)
     counts: dict[str, int] = {}
     types = {}
     for tensor, columns in tensors:
         role = _role(tensor)
-        by_layer = model.experts > 1 and role not in _VALUES and not mix.low
+        by_layer = model.experts > 1 and role != "v" and not mix.low
         place = MixPlace(
             _layer(tensor) if by_layer else counts.get(role, 0),
-            len(values) if role in _VALUES else model.layers,
+            values if role == "v" else model.layers,
             model,
         )
         counts[role] = counts.get(role, 0) + 1
@@ -211,17 +218,17 @@ def choose_types(name: str, tensors: Iterable[tuple[str, int]], model: ModelShap
 
 
 def _type(name: str, mix: Mix, tensor: str, columns: int, role: str, place: MixPlace) -> str:
-    if tensor == GGUF_HEAD or (tensor == GGUF_EMBEDDING and place.model.tied):
+    if tensor == GGUF_HEAD or (tensor in _EMBEDDINGS and place.model.tied):
         return "Q8_0" if columns % TYPES_BY_NAME[mix.base].block else mix.head
-    if tensor == GGUF_EMBEDDING:
+    if tensor in _EMBEDDINGS:
         return mix.embedding or mix.base
-    rules = mix.rules.get("v" if role in _VALUES else role, ())
+    rules = mix.rules.get(role, ())
     kind = next((better for better, applies in rules if applies(place)), mix.base)
     if mix.low:
         return kind
-    if role in _VALUES and place.model.is_70b and kind in ("Q3_K", "Q4_K"):
+    if role == "v" and place.model.is_70b and kind in ("Q3_K", "Q4_K"):
         kind = "Q5_K"
-    if place.model.experts == 8 and (role in _VALUES or role == "attn_k"):
+    if place.model.experts == 8 and role in ("v", "attn_k"):
         return "Q8_0"
     if place.model.experts == 8 and role == "attn_output":
         return "Q5_K" if name in _EIGHT_EXPERTS_OUTPUT else mix.base
@@ -235,7 +242,10 @@ def _narrow(kind: str, columns: int) -> str:
 
 
 def _role(tensor: str) -> str:
-    return next((role for role in _ROLES if role in tensor), "")
+    role = next((role for role in _ATTENTION_ROLES if tensor.endswith(f"{role}.weight")), "")
+    if role in _VALUES:
+        return "v"
+    return role or next((role for role in _FEED_FORWARD_ROLES if role in tensor), "")
 
 
 def _layer(tensor: str) -> int:

@@ -82,7 +82,7 @@ def quantize_gguf(
         for name in work.layout.kinds:
             if name.removesuffix(".weight") not in work.packings:
                 output.copy(source, name)
-        layers, embedding = _embedding(work, solver, source, output)
+        layers, embedding = _embeddings(work, solver, source, output)
         finished = stack.enter_context(WorkFolder(finished_in, {**run, "source": origin.result()}, restart=restart))
         model = StreamedModel(folder, placement, at_once, dense=True)
         entering = OriginalBlocks(model, calibration.windows, work.need.keeps_inputs)
@@ -120,14 +120,21 @@ def quantize_gguf(
     return Outcome(target, work.size, layers, measured, notes)
 
 
-def _embedding(
+def _embeddings(
     work: GgufPlan, solver: BlockTypeSolver, source: SourceWeights, output: _Output
 ) -> tuple[tuple[Layer, ...], Tensor | None]:
-    # A tied embedding is solved as the head after all blocks, when the inputs of the head are known.
-    if work.config.tie_embeddings or EMBEDDING not in work.packings:
-        return (), None
-    blocks, error = solver.round_tensor(EMBEDDING, source.read(f"{EMBEDDING}.weight"))
-    output.file.write(f"{EMBEDDING}.weight", blocks)
-    kind = solver.kind(EMBEDDING).name
-    table = dequantize_blocks(blocks, kind).to(torch_dtype(work.config.dtype))
-    return (Layer(EMBEDDING, kind, error),), table
+    # Round the tables that no block or head solves; also returns the embedding as it was rounded. A tied one is solved
+    # as the head after all blocks, when the inputs of the head are known.
+    config, layers, embedding = work.config, [], None
+    tables = [] if config.tie_embeddings else [EMBEDDING]
+    tables += [config.per_layer_table().name] if config.per_layer_width else []
+    for name in tables:
+        if name not in work.packings:
+            continue
+        blocks, error = solver.round_tensor(name, source.read(f"{name}.weight"))
+        output.file.write(f"{name}.weight", blocks)
+        kind = solver.kind(name).name
+        layers.append(Layer(name, kind, error))
+        if name == EMBEDDING:
+            embedding = dequantize_blocks(blocks, kind).to(torch_dtype(config.dtype))
+    return tuple(layers), embedding

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, Report, measured_tok
 from mycli.quant.recipe import DEFAULT_SEQ
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint.formats import EMBEDDING
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -30,6 +32,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 
 _SPARE_BYTES = 1 << 20  # for the record next to the file
 _HINT = "GGUF can hold it unquantized"
+_HEAD_KEYS = ("head_count", "head_count_kv")  # a number for all layers, or one for each
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,12 @@ def check_gguf_target(target: Path, overwrite: bool) -> None:
 
 
 def quantized_names(folder: ModelFolder) -> list[str]:
-    """Return the tensors that get a quantized type: linears, embedding and head, except those transposed in GGUF."""
+    """Return the tensors that get a quantized type: linears, embeddings and head, except those transposed in GGUF."""
     # kv_b of latent attention is stored as two halves, one transposed; blocks lie along rows, so it stays in floats.
     config = folder.config
     architecture = written_architecture(config)
-    names = [f"{EMBEDDING}.weight", *(f"{linear.name}.weight" for linear in config.linears())]
+    tables = [EMBEDDING, *([config.per_layer_table().name] if config.per_layer_width else [])]
+    names = [f"{name}.weight" for name in (*tables, *(linear.name for linear in config.linears()))]
     places = {name: architecture.place(name) for name in names}
     return [name for name, place in places.items() if place is None or not place.rule.by_head]
 
@@ -129,7 +133,8 @@ def _kinds(folder: ModelFolder, recipe: GgufRecipe) -> dict[str, str]:
     for name in quantized_names(folder):
         place = architecture.place(name)
         stored[name] = name if place is None else place.name
-    types = choose_types(recipe.mix, {stored[name]: shapes[name][1] for name in stored}.items(), _shape(config))
+    rows = {stored[name]: shapes[name][1] for name in stored}
+    types = choose_types(recipe.mix, rows.items(), model_shape(config, architecture))
     exact = fp32_matrices(config)
     kinds, chosen = {}, dict(recipe.kinds)
     for name, shape in shapes.items():
@@ -145,12 +150,19 @@ def _kinds(folder: ModelFolder, recipe: GgufRecipe) -> dict[str, str]:
     return kinds
 
 
-def _shape(config: ModelConfig) -> ModelShape:
+def model_shape(config: ModelConfig, architecture: Architecture) -> ModelShape:
+    """Return the properties of a model that decide types, as llama.cpp reads them from the file."""
     experts = [len(spec.mlp.experts) for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+    keys = architecture.metadata(config, None)
+    queries, kv_heads = (_first(keys.get(f"{architecture.name}.attention.{key}", 0)) for key in _HEAD_KEYS)
     return ModelShape(
         config.layers,
-        config.heads // max(1, config.kv_heads),
+        queries // kv_heads if kv_heads else 0,
         max(experts, default=0),
-        written_architecture(config).name,
+        architecture.name,
         config.tie_embeddings,
     )
+
+
+def _first(value: int | Sequence[int]) -> int:
+    return value if isinstance(value, int) else value[0]

@@ -8,7 +8,8 @@ import gguf
 import pytest
 
 from mycli.quant.ggml.mixes import GGUF_EMBEDDING, GGUF_HEAD, MIXES, ModelShape, choose_types
-from mycli.quant.ggml.plan import quantized_names
+from mycli.quant.ggml.plan import model_shape, quantized_names
+from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
 from tests.support.published import published
@@ -195,3 +196,56 @@ def test_layers_of_experts_are_counted_by_their_number() -> None:
     assert [name for name, kind in types.items() if kind == "Q5_K"] == [name for name, _ in tensors[:2]]
     dense = choose_types("q4_k_s", reversed(tensors), LARGE)
     assert [name for name, kind in dense.items() if kind == "Q5_K"] == [name for name, _ in tensors[:4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "kind"), [("q4_k_m", True, "Q6_K"), ("q4_k_m", False, "Q4_K"), ("iq2_m", False, "IQ3_S")]
+)
+def test_a_table_of_per_layer_inputs_has_the_type_of_the_embedding(name: str, tied: bool, kind: str) -> None:
+    tensors = [(GGUF_EMBEDDING, 2048), ("per_layer_token_embd.weight", 7680)]
+    assert set(choose_types(name, tensors, replace(LARGE, tied=tied)).values()) == {kind}
+
+
+@pytest.mark.parametrize("name", ["gemma-3n-E2B", "gemma-4-E2B"])
+def test_the_table_of_per_layer_inputs_is_quantized(name: str) -> None:
+    """It has two fifths of the parameters of Gemma 3n E2B."""
+    config = published(name)
+    names = quantized_names(cast(ModelFolder, SimpleNamespace(config=config)))
+    assert f"{config.per_layer_table().name}.weight" in names
+
+
+def test_values_of_recurrent_layers_and_of_attention_are_counted_together() -> None:
+    """Qwen 3.5 has attn_qkv in three of four layers; llama-quantize counts it and attn_v as one role, by layer."""
+    names = [f"blk.{layer}.{'attn_v' if layer % 4 == 3 else 'attn_qkv'}.weight" for layer in range(32)]
+    # In any order: a file lists them by layer, a model need not.
+    ordered = sorted(names, key=lambda name: "qkv" in name)
+    for mix, kind, layers in (
+        ("q3_k_m", "Q5_K", [0, 1]),
+        ("q4_k_s", "Q5_K", [0, 1, 2, 3]),
+        ("q4_k_m", "Q6_K", [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]),
+    ):
+        types = choose_types(mix, [(name, 4096) for name in ordered], LARGE)
+        assert [layer for layer, name in enumerate(names) if types[name] == kind] == layers
+
+
+def test_tensors_of_a_layer_are_counted_by_name() -> None:
+    """Qwen 3.5 MoE has two ffn_down in a layer, and an eighth of 40 layers is five tensors."""
+    parts = ("ffn_down_shexp", "ffn_down_exps")
+    tensors = [(f"blk.{layer}.{part}.weight", 512) for layer in range(40) for part in parts]
+    types = choose_types("iq2_xs", tensors, replace(LARGE, layers=40, experts=256))
+    more = [name for name, kind in types.items() if kind == "Q2_K"]
+    assert more == [f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in reversed(parts)] + [
+        "blk.2.ffn_down_exps.weight"
+    ]
+
+
+def test_low_rank_parts_of_latent_attention_have_the_type_of_most_tensors() -> None:
+    parts = ("attn_q_a", "attn_q_b", "attn_kv_a_mqa")
+    assert set(choose_types("iq3_xs", [(f"blk.0.{part}.weight", 512) for part in parts], LARGE).values()) == {"IQ3_S"}
+
+
+@pytest.mark.parametrize(("name", "queries"), [("LFM2-1.2B", 0), ("Qwen3.5-9B", 4), ("Llama-3.2-1B", 4)])
+def test_queries_per_key_are_those_of_the_first_layer(name: str, queries: int) -> None:
+    """LFM2 has a convolution there. The counts of heads are what the file says: a number, or one for each layer."""
+    config = published(name)
+    assert model_shape(config, written_architecture(config)).queries_per_key == queries

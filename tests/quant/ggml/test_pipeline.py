@@ -23,6 +23,7 @@ from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.integrity import files_to_verify, verify_files
 from mycli.runtime.hub.resolve import Source
 from tests.support.families import CASES, make
+from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -89,6 +90,22 @@ def test_an_interrupted_run_gives_the_same_bytes(
     assert target.read_bytes() == made.read_bytes()
     with pytest.raises(UsageError, match="exists already"):
         quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+
+
+def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
+    """Its rows are the only ones that the file repeats, for tokens of images and sounds."""
+    make_exported(tmp_path / "hf", "gemma4-told-lent-double", intermediate_size=96)
+    original = open_model_folder(tmp_path / "hf")
+    target, table = tmp_path / "small.gguf", f"{original.config.per_layer_table().name}.weight"
+    quantize_gguf(plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, report="none"), target, CPU)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(target).tensors}
+    assert kinds["per_layer_token_embd.weight"] == "Q8_0"  # 192 values in a row: no super-blocks
+    stored, values = (folder.checkpoint().read(table).float() for folder in (open_model_folder(target), original))
+    assert len(stored) == original.config.vocab_size > len(values)
+    torch.testing.assert_close(stored[: len(values)], values, rtol=0, atol=float(values.abs().max()) / 127)
+    assert torch.equal(stored[len(values) :], stored[:1].expand(len(stored) - len(values), -1))
+    record = json.loads(target.with_suffix(".mycli.json").read_text())
+    assert any(layer["name"] == table.removesuffix(".weight") for layer in record["layers"])
 
 
 def _verify(reader: str, model: Path, reference: Path | None = None) -> Verified:
