@@ -344,8 +344,7 @@ def default_work_folder(target: Path) -> Path:
 
 def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     config, packings = folder.config, output.packings
-    inner = (linear for spec in config.layer_specs for linear in spec.unquantized)
-    dense = (config.head(), *config.dense_linears(), *inner)
+    dense = (config.head(), *config.unquantized_linears())
     ignored = [linear.name for linear in dense if linear.name not in packings]
     ignored += ["re:^mtp[.]"] if folder.mtp_head is not None else []
     values = {name: value for name, value in folder.raw.values.items() if name != "quantization"}

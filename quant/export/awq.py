@@ -25,13 +25,15 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     packing = only_packing(request, "AWQ")
     if packing.bits != _BITS:
         raise ModelError(f"{packing.name} weights: AWQ holds only 4-bit weights", "")
+    # Without a list of routers and gates, readers expect every linear packed.
+    dense = [linear.name for linear in request.folder.config.unquantized_linears()]
     settings = {
         "quant_method": "awq",
         "version": "gemm",
         "bits": _BITS,
         "group_size": packing.group_size or -1,
         "zero_point": True,
-        "modules_to_not_convert": None,
+        "modules_to_not_convert": dense or None,
     }
     return write_symmetric(request, "AWQ", _planned, _parts, settings, progress, dense_head=True)
 

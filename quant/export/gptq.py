@@ -3,6 +3,7 @@
 Codes stay; scales must be fp16. Codes are packed along the inputs (docs/format.md), and zero points stored less one.
 """
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +19,7 @@ from mycli.runtime.quantization.scheme import Packing
 
 VARIANTS = ()
 _WORD = 32
+_LAYER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")  # a number between two escaped dots
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
@@ -25,6 +27,8 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     head = request.folder.packings.get("lm_head")
     # One width applies to all linears, so a head of another one is dequantized.
     packed_head = head is not None and head.as_integers() == packing
+    # Without a rule for routers and gates, readers expect every linear packed.
+    dense = {_LAYER.sub(r"\\d+", re.escape(linear.name)) for linear in request.folder.config.unquantized_linears()}
     settings = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",
@@ -34,6 +38,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         "sym": True,
         "lm_head": packed_head,
         "pack_dtype": "int32",
+        **({"dynamic": {f"-:^{pattern}$": {} for pattern in sorted(dense)}} if dense else {}),
     }
     return write_symmetric(request, "GPTQ", _planned, _parts, settings, progress, dense_head=not packed_head)
 

@@ -25,6 +25,7 @@ from mycli.runtime.quantization.scheme import Packing
 
 # By size. Types that lose more than another one of their size are left out.
 KINDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_NARROW_KINDS = ("IQ4_NL", "Q5_0", "Q5_1", "Q8_0")  # for rows that do not fill super-blocks
 # Rows of a linear that are rounded to each type to compare the types; all rows would cost a quantization per type.
 _SAMPLED_ROWS = 256
 _GROUP = 32  # of the temporary copy
@@ -66,6 +67,11 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     return replace(work.recipe, kinds=kinds)
 
 
+def kinds_of_rows(columns: int) -> tuple[str, ...]:
+    """Return the types that rows of so many values may have, by size."""
+    return _NARROW_KINDS if columns % TYPES_BY_NAME["Q4_K"].block else KINDS
+
+
 def spend(choices: list[KindChoice], budget: int) -> list[str]:
     """Return the type of each choice; `budget`: bytes beyond the smallest types. Raises UsageError below 0."""
     # Greedy by loss per byte. A step may skip types, because the loss need not fall evenly with the size.
@@ -98,7 +104,7 @@ def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: Repor
     for share, linears in zip(shares, groups, strict=True):
         shapes = [(linear.out_features, linear.in_features) for linear in linears]
         weights = [source.read(f"{linear.name}.weight")[:_SAMPLED_ROWS].float() for linear in linears]
-        errors = {kind: _error(weights, kind) for kind in KINDS if shapes[0][1] % TYPES_BY_NAME[kind].block == 0}
+        errors = {kind: _error(weights, kind) for kind in kinds_of_rows(shapes[0][1])}
         grid = Grid(Packing(bits, _GROUP), torch_dtype(config.dtype))
         at_low = sum(relative_error(weight, round_to_nearest(weight, grid)[0], grid) for weight in weights) or 1.0
         choices.append(

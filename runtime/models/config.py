@@ -298,6 +298,12 @@ class ModelConfig:
         enter, leave = self.stream_linears()
         return (*self.per_layer_linears()[1:], *enter, *leave)
 
+    def unquantized_linears(self) -> Iterator[LinearSpec]:
+        """Yield the linears that are never quantized: those outside of layers, then routers and gates."""
+        yield from self.dense_linears()
+        for layer in self.layer_specs:
+            yield from layer.unquantized
+
     def head(self) -> LinearSpec:
         """Return the output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
         return LinearSpec("lm_head", self.vocab_size, self.hidden_size, self.head_bias)

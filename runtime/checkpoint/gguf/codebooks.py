@@ -35,7 +35,8 @@ def _half(data: Tensor) -> Tensor:
 
 def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
     bits = 8 * dtype.itemsize
-    return data.contiguous().view(dtype).long() & ((1 << bits) - 1)
+    # A copy in any case: the bytes of a single block are contiguous, but need not begin at a multiple of a word.
+    return data.clone(memory_format=torch.contiguous_format).view(dtype).long() & ((1 << bits) - 1)
 
 
 def _shifted(words: Tensor, shifts: range, mask: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Check that exports are read back with equal weights, refused where that is impossible, and rounded on request."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mycli.quant import pipeline
 from mycli.quant.export import Exported, ExportRequest, find_export_target, mlx, targets
@@ -30,6 +32,7 @@ from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.attacks.fuzz_models import in_blocks
 from tests.support.engines import whole
+from tests.support.families import CASES, make
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 
@@ -44,6 +47,14 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         work = planning.plan_quantization(Source("dense", folders["dense"]), recipe, report="none")
         folders[name] = pipeline.quantize(work, base / name, CPU).folder
     return folders
+
+
+# Sizes that fill groups of 32 and words of AWQ.
+WIDE = {
+    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 
 
 def run(folder: Path, to: str, target: Path, **options: bool) -> Exported:
@@ -297,6 +308,33 @@ def test_a_head_of_another_width_is_written_dequantized(tmp_path: Path, layout: 
         open_model_folder(packed).checkpoint(), opened.config.head(), open_model_folder(packed).packings, CPU.device
     )
     assert head.dtype == torch.bfloat16 and torch.equal(head, expected.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe-shared", "qwen3_5-delta"])
+def test_routers_and_gates_are_listed_as_not_packed(name: str, tmp_path: Path) -> None:
+    """Readers replace all linears but those that the config names: shared_expert_gate, in_proj_a and others."""
+    model_type, changes = CASES[name]
+    original = make(tmp_path / "dense", model_type, {**changes, **WIDE})
+    work = planning.plan_quantization(
+        Source("dense", tmp_path / "dense"), Recipe("rtn", bits=4, group=32, head="keep"), report="none"
+    )
+    packed = open_model_folder(pipeline.quantize(work, tmp_path / "packed", CPU).folder)
+    gates = {linear.name for layer in packed.config.layer_specs for linear in layer.unquantized}
+    sections = {}
+    for layout in ("gptq", "awq"):
+        done = run(packed.path, layout, tmp_path / layout, requantize=True)
+        assert open_model_folder(done.path).packings.keys() == packed.packings.keys()
+        sections[layout] = json.loads((done.path / "config.json").read_text())["quantization_config"]
+    listed = sections["awq"]["modules_to_not_convert"]
+    linears = [name for name, module in original.named_modules() if isinstance(module, torch.nn.Linear)]
+    converted = {name for name in linears if should_convert_module(name, [*listed, "lm_head"])}
+    assert converted == {name for name in linears if name in packed.packings} and gates & {*linears}
+    # As vLLM and SGLang: a name that contains one of the list.
+    assert not any(gate in name for gate in listed for name in packed.packings) and gates == {*listed}
+    rules = sections["gptq"]["dynamic"]
+    assert len(rules) < len(gates) and all(rule.startswith("-:") for rule in rules)
+    matching = {name for name in (*gates, *packed.packings) if any(re.match(rule[2:], name) for rule in rules)}
+    assert matching == gates
 
 
 def test_a_dtype_has_one_name(tmp_path: Path) -> None:

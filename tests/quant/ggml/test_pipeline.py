@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,7 @@ from mycli.quant.ggml import linear_solver
 from mycli.quant.ggml.pipeline import quantize_gguf
 from mycli.quant.ggml.plan import plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
-from mycli.quant.ggml.sensitivity import KindChoice, spend
+from mycli.quant.ggml.sensitivity import KindChoice, choose_kinds, spend
 from mycli.quant.progress import silent
 from mycli.quant.verification import Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
@@ -181,6 +182,24 @@ def test_a_missing_program_says_how_to_install_it(reader: str, made: Path, tmp_p
     with pytest.raises(NotFoundError) as error:
         readers.load(reader).read(readers.Task(made, (1,), tmp_path / "none"))
     assert error.value.hint
+
+
+def test_rows_that_fill_no_super_block_have_a_choice_of_types(tmp_path: Path) -> None:
+    """The hidden size of Qwen2.5-0.5B is 896: its file of a given size must not be all Q8_0."""
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make(tmp_path / "hf", "llama", {**sizes, "head_dim": 24, "vocab_size": 4096, "num_hidden_layers": 2})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, tmp_path / "hf" / file)
+    source, smallest = Source("small", tmp_path / "hf"), {}
+    for mix in ("iq2_xxs", "q8_0"):
+        smallest[mix] = plan_gguf(source, GgufRecipe(mix), report="none").layout.nbytes
+    target = sum(smallest.values()) // 2
+    work = plan_gguf(source, replace(RECIPE, target_size=target), report="none")
+    recipe = choose_kinds(work, tmp_path / "small.gguf", CPU)
+    kinds = dict(recipe.kinds)
+    narrow = {kind for name, kind in kinds.items() if "down_proj" not in name}
+    assert narrow <= {"IQ4_NL", "Q5_0", "Q5_1", "Q8_0"} and "IQ4_NL" in narrow
+    assert plan_gguf(source, recipe, report="none").layout.nbytes <= target
 
 
 def test_the_budget_goes_where_it_gains_most() -> None:

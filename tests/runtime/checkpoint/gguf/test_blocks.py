@@ -88,6 +88,13 @@ def test_values_are_the_librarys_bit_for_bit(name: str) -> None:
     assert actual.dtype == np.float32 and same.all()
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_single_block_is_decoded(name: str) -> None:
+    """Its bytes are contiguous wherever they begin."""
+    data = random_blocks(name, 2, 1, seed=2)
+    assert torch.equal(dequantize_blocks(data[1:], name), dequantize_blocks(data, name)[1:])
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 def test_values_are_those_of_the_reference(name: str) -> None:
     kind = TYPES_BY_NAME[name]
