@@ -20,6 +20,7 @@ from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message, Tool, takes_tools
 from mycli.runtime.tokenizer.parsing.reasoning_parser import prompt_end, reasoning_format
@@ -243,6 +244,13 @@ def _interval(values: Sequence[float]) -> Interval:
     return Interval(mean, means[tail], means[-tail - 1])
 
 
+def require_same_vocabulary(reference: ModelConfig, candidate: ModelConfig) -> None:
+    """Raise UsageError for models whose logits are of different tokens."""
+    sizes = reference.vocab_size, candidate.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UsageError(f"models with vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared", "")
+
+
 @torch.no_grad()
 def measure_divergence(
     reference: StreamedModel,
@@ -255,9 +263,7 @@ def measure_divergence(
     Both models read the reference's text, so the same tokens precede each position. Raises UsageError for
     different vocabularies.
     """
-    sizes = [model.config.vocab_size for model in (reference, candidate)]
-    if sizes[0] != sizes[1]:
-        raise UsageError(f"models with vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared", "")
+    require_same_vocabulary(reference.config, candidate.config)
     texts = [[*reply.prompt, *reply.tokens] for reply in replies]
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     results: dict[int, tuple[Tensor, Tensor]] = {}

@@ -186,9 +186,10 @@ def compare(
         raise UsageError(
             f"{model} and {candidate} render or tokenize the prompts differently", "compare related models"
         )
-    from mycli.quant.comparison import compare_replies, measure_divergence
+    from mycli.quant.comparison import compare_replies, measure_divergence, require_same_vocabulary
     from mycli.quant.layer_streaming import StreamedModel
 
+    require_same_vocabulary(folders[0].config, folders[1].config)  # before minutes of replies
     # One after the other and not together: two models that fit alone may not fit side by side.
     reference, other = (_replies(call, name, engine, conversations, limit) for name in names)
     exact = replace(engine, dtype="float32")  # half precision alone moves KL by as much as 8-bit weights do

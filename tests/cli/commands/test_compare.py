@@ -1,6 +1,7 @@
 """Test `mycli compare`: table, card, plot and exit code."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from mycli.cli.commands.compare import _check, _difference, _range, _read_prompt
 from mycli.quant.comparison import Comparison, Interval, PromptComparison
 from mycli.runtime.errors import GateError, ResourceError, UsageError
 from tests.support.command_line import Mycli
+from tests.support.families import make
+from tests.support.paths import PICO
 
 CPU = ("--device", "cpu")
 
@@ -62,6 +65,16 @@ def test_a_bad_file_is_refused_before_a_model_is_loaded(text: str, message: str,
     (tmp_path / "p.jsonl").write_text(text)
     done = mycli("compare", "pico", "pico-draft", "--prompts", str(tmp_path / "p.jsonl"), *CPU)
     assert done.returncode in (2, 3) and message in done.stderr and not done.stdout
+
+
+def test_another_vocabulary_is_refused_before_a_model_is_loaded(mycli: Mycli, tmp_path: Path) -> None:
+    """Sizes of a family may share a tokenizer and pad their vocabularies differently."""
+    make(tmp_path / "padded", "llama", {"vocab_size": 4160})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, tmp_path / "padded" / file)
+    with mock.patch("mycli.cli.commands.compare._replies", side_effect=AssertionError):
+        done = mycli("compare", "pico", str(tmp_path / "padded"), *CPU)
+    assert done.returncode == 2 and "vocabularies of 4096 and 4160 tokens" in done.stderr
 
 
 def test_names_and_limits_are_checked_first(mycli: Mycli) -> None:
