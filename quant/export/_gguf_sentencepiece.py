@@ -48,7 +48,8 @@ def sentencepiece_metadata(raw: Fields, rows: int, kind: str) -> dict[str, Any]:
     pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
     if not isinstance(vocabulary, dict) or not all(isinstance(index, int) for index in vocabulary.values()):
         raise unsupported("the vocabulary is not an object of ids")
-    added = {token["id"]: token for token in plain_added_tokens(raw)}
+    require_embedding_rows(vocabulary, rows)
+    added = {token["id"]: token for token in plain_added_tokens(raw, rows)}
     tokens, types = [f"[PAD{index}]" for index in range(rows)], [UNUSED] * rows
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, BYTE if _BYTE.fullmatch(text) else NORMAL
@@ -84,9 +85,15 @@ def unsupported(reason: str) -> ModelError:
     )
 
 
-def plain_added_tokens(raw: Fields) -> list[dict[str, Any]]:
-    # Raises ModelError for one that GGUF cannot describe.
-    added = raw.array("added_tokens", dict)
+def require_embedding_rows(vocabulary: Mapping[str, int], rows: int) -> None:
+    text, index = max(vocabulary.items(), key=lambda token: token[1], default=("", -1))
+    if index >= rows:
+        raise unsupported(f"{text!r:.60} has id {index}, but the model has {rows} embedding rows")
+
+
+def plain_added_tokens(raw: Fields, rows: int) -> list[dict[str, Any]]:
+    # Those with an embedding row, for the tokenizer ignores the others. Raises ModelError for one that GGUF lacks.
+    added = [token for token in raw.array("added_tokens", dict) if token["id"] < rows]
     for token in added:
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
             raise unsupported(f"the token {token['content']!r:.60} strips spaces or matches whole words")

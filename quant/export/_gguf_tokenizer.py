@@ -10,6 +10,7 @@ from mycli.quant.export._gguf_sentencepiece import (
     flat_steps,
     is_sentencepiece,
     plain_added_tokens,
+    require_embedding_rows,
     sentencepiece_metadata,
     unsupported,
 )
@@ -37,6 +38,7 @@ def _byte_level(raw: Fields, rows: int) -> dict[str, Any]:
     if model.text("type", "BPE") != "BPE" or not isinstance(vocabulary, dict):
         raise unsupported("the model is not byte-level BPE")
     whole = model.boolean("ignore_merges", False)
+    require_embedding_rows(vocabulary, rows)
     steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
     rules = ((name, rule) for name, rule in PRE_TOKENIZERS.items() if rule.ignore_merges == whole)
     name = next(
@@ -49,7 +51,7 @@ def _byte_level(raw: Fields, rows: int) -> dict[str, Any]:
     types = [UNUSED] * rows
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, NORMAL
-    for token in plain_added_tokens(raw):
+    for token in plain_added_tokens(raw, rows):
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token.get("special") else USER
     pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]

@@ -189,6 +189,10 @@ class ChatTemplate:
         sources = _named_sources(settings)
         return cls(sources, special_tokens_map(settings)) if sources else None
 
+    def contains(self, text: str) -> bool:
+        """Return whether the source of a template contains `text`."""
+        return any(text in source for source in self._sources.values())
+
     def with_options(self, options: TemplateOptions) -> "ChatTemplate":
         """Return the templates that `options` selects. Raises UsageError for an unknown name."""
         sources = self._sources

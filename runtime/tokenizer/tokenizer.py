@@ -83,6 +83,24 @@ def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
     return added
 
 
+def _with_embedding_rows(raw: Fields, settings: Fields, template: ChatTemplate | None, vocab_size: int) -> Fields:
+    """Return `raw` without the special tokens right after the last embedding row, unless the model uses them."""
+    # Gemma 3 1B and 270M and EmbeddingGemma have <image_soft_token> there, because the larger versions read images.
+    # Without a special token its text is plain characters, so an end token or one of the template stays an error.
+    named = special_tokens_map(settings)
+    ends = {named.get("bos_token"), named.get("eos_token")}
+    added, count = raw.array("added_tokens", dict, MAX_ADDED), vocab_size
+    kept = []
+    for token in added:
+        content = token.get("content")
+        used = content in ends or (template is not None and template.contains(str(content)))
+        if type(content) is str and token.get("id") == count and token.get("special") is True and not used:
+            count += 1
+        else:
+            kept.append(token)
+    return raw if len(kept) == len(added) else Fields({**raw.values, "added_tokens": kept}, raw.source)
+
+
 def read_tokenizer(folder: Path) -> tuple[Fields, bytes]:
     """Return tokenizer.json, or tekken.json converted to it, parsed and as bytes. Raises ModelError."""
     path = tekken.tokenizer_file(folder)
@@ -144,13 +162,15 @@ class Tokenizer:
         """
         raw, data = read_tokenizer(folder)
         settings = read_tokenizer_settings(folder)
-        return cls._checked(
-            raw,
-            lambda: Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(folder / "tokenizer.json"),
-            settings,
-            ChatTemplate.load(folder, settings),
-            vocab_size,
-        )
+        template = ChatTemplate.load(folder, settings)
+
+        def encoder() -> Pipeline | GuardedPipeline:
+            return Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(folder / "tokenizer.json")
+
+        kept = _with_embedding_rows(raw, settings, template, vocab_size) if is_trusted(raw.values) else raw
+        if kept is not raw:
+            raw, data = kept, json.dumps(kept.values, ensure_ascii=False).encode()
+        return cls._checked(raw, encoder, settings, template, vocab_size)
 
     @classmethod
     def from_fields(cls, raw: Fields, settings: Fields, vocab_size: int) -> "Tokenizer":

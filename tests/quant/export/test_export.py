@@ -17,6 +17,7 @@ from mycli.quant import pipeline
 from mycli.quant.export import Exported, ExportRequest, find_export_target, mlx, targets
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export import gguf as writer
+from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
@@ -30,6 +31,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.fuzz_models import in_blocks
 from tests.support.engines import whole
 from tests.support.families import CASES, make
@@ -361,3 +363,22 @@ def test_biases_that_mlx_would_round_are_refused() -> None:
     )
     with pytest.raises(ModelError, match="bfloat16 does not hold"):
         mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=False)
+
+
+@pytest.mark.parametrize("name", ["pico", "sentencepiece"])
+def test_tokens_without_an_embedding_row_are_not_written(name: str) -> None:
+    """As <image_soft_token> of Gemma 3 1B; a vocabulary larger than the embedding is an error."""
+    raw = json.loads((PICO / "tokenizer.json").read_text())
+    if name == "sentencepiece":
+        raw = {
+            "model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0, "b": 1}, "merges": []},
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            "added_tokens": [],
+        }
+    rows = 1 + max((*raw["model"]["vocab"].values(), *(token["id"] for token in raw["added_tokens"])))
+    raw["added_tokens"].append({"id": rows, "content": "<image>", "special": True})
+    keys = tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), rows)
+    assert len(keys["tokenizer.ggml.tokens"]) == rows and "<image>" not in keys["tokenizer.ggml.tokens"]
+    raw["model"]["vocab"]["beyond"] = rows
+    with pytest.raises(ModelError, match=f"'beyond' has id {rows}, but the model has {rows} embedding rows"):
+        tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), rows)

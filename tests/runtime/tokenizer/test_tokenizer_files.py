@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,31 @@ def attack(folder: Path, name: str) -> Tokenizer:
 def test_file_rejected(tmp_path: Path, name: str, match: str) -> None:
     with pytest.raises(ModelError, match=match):
         attack(tmp_path, name)
+
+
+def _with_tokens(folder: Path, *tokens: str, eos: str = "<end>", template: str = "", special: bool = True) -> Tokenizer:
+    raw = json.loads((ATTACKS / "plain.json").read_text())
+    rows = 8
+    raw["added_tokens"] += [
+        {"id": rows + index, "content": token, "special": special, "normalized": False}
+        for index, token in enumerate(tokens)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "chat_template": template}))
+    return Tokenizer.load(folder, rows)
+
+
+def test_special_tokens_after_the_last_row_are_left_out(tmp_path: Path) -> None:
+    """As in Gemma 3 1B, whose tokenizer has the token of images; its text must not become an id without a row."""
+    tokenizer = _with_tokens(tmp_path, "ab", "bc", template="{{ 'a' }}")
+    assert tokenizer.encode("abc", add_special=False, allow_special=True) == [0, 1, 2]
+    assert len(tokenizer.vocabulary) == 8
+
+
+@pytest.mark.parametrize("used", [{"eos": "ab"}, {"template": "{{ 'ab' }}"}, {"special": False}], ids=str)
+def test_tokens_after_the_last_row_that_the_model_uses_are_an_error(tmp_path: Path, used: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="'ab' id 8, but the model has 8 embedding rows"):
+        _with_tokens(tmp_path, "ab", **used)
 
 
 @pytest.mark.parametrize(
