@@ -5,6 +5,7 @@ it; then it reports each tensor's error.
 """
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def find_export_target(name: str) -> tuple[ExportTarget, str]:
 
 def without_mtp_head(folder: ModelFolder) -> tuple[str, ...]:
     return () if folder.mtp_head is None else ("the MTP head (mtp.*)",)
+
+
+def require_in_range(name: str, kind: str, error: float) -> None:
+    """Raise ModelError for the error of a rounded tensor that is not finite."""
+    if not math.isfinite(error):
+        raise ModelError(f"{name}: values beyond the range of {kind}", "choose a type with the range of bf16")
 
 
 def would_round(name: str, what: str, code: str = "requantize") -> ModelError:

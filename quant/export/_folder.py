@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, require_in_range, without_mtp_head, would_round
 from mycli.quant.export._weights import Weights, fp16_scale_error
 from mycli.quant.output import model_card
 from mycli.quant.planning.target import check_target
@@ -100,6 +100,7 @@ def write_symmetric(
                 if error and not request.requantize:
                     raise would_round(name, f"its scales are not float16 values, which {layout} needs")
                 if error:
+                    require_in_range(name, "float16 scales", error)
                     rounded.append(Rounded(name, layout, error))
                 for part, tensor in parts(weight).items():
                     writer.write(f"{name.removesuffix('weight')}{part}", tensor)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, require_in_range, without_mtp_head, would_round
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._weights import Weights, exact_values, squared_error
 from mycli.quant.ggml.file import GgufLayout, fp32_matrices, gguf_path, gguf_place, most_common_kind
@@ -66,6 +66,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                 factors = architecture.factors(config, tensor)
                 data, error = _encode(request, weights, tensor, kinds[tensor], place.rule, factors)
             if error:
+                require_in_range(tensor, kinds[tensor], error)
                 rounded.append(Rounded(tensor, kinds[tensor], error))
             writer.write(tensor, data)
             progress("exporting", done, len(kinds))

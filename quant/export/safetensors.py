@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, require_in_range, would_round
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.output.tensor_writer import write_mtp_head
@@ -43,7 +43,9 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                     what = f"{_stored(weights, name, values)} weights, which {kind} does not hold exactly"
                     narrow = dtype != torch.float32
                     raise would_round(name, what, code="fp32-or-requantize" if narrow else "requantize")
-                rounded.append(Rounded(name, kind, squared_error(values, cast)))
+                error = squared_error(values, cast)
+                require_in_range(name, kind, error)
+                rounded.append(Rounded(name, kind, error))
             writer.write(name, cast)
             progress("exporting", done, len(dtypes))
         if head is not None:

@@ -97,7 +97,7 @@ class BlockTypeSolver(LinearSolver):
         columns, kind = self._columns(name, weight.shape[1]), self.kind(name)
         parts, lost, total = [], 0.0, 0.0
         # A table of per-layer inputs may be larger than the rest of the model, so few rows are in fp32 at a time.
-        for rows in weight.split(max(1, SOLVER_WEIGHTS // weight.shape[1])):
+        for rows in torch.split(weight, max(1, SOLVER_WEIGHTS // weight.shape[1])):
             original = (rows if columns is None else rows[:, columns]).float()
             try:
                 blocks = round_blocks(original, kind)

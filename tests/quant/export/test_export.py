@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -382,3 +384,24 @@ def test_tokens_without_an_embedding_row_are_not_written(name: str) -> None:
     raw["model"]["vocab"]["beyond"] = rows
     with pytest.raises(ModelError, match=f"'beyond' has id {rows}, but the model has {rows} embedding rows"):
         tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), rows)
+
+
+@pytest.mark.parametrize(
+    ("to", "kind", "value"),
+    [
+        *(("gguf:f16", "F16", 1e5), ("gguf:q8_0", "Q8_0", 1e7), ("gguf:q4_0", "Q4_0", 1e6)),
+        ("safetensors:fp16", "fp16", 1e5),
+    ],
+)
+def test_values_beyond_fp16_are_refused_and_not_written_as_infinity(
+    to: str, kind: str, value: float, copies: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "large"
+    shutil.copytree(copies["dense"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name][0, 0] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{name}: values beyond the range of {kind}"):
+        run(folder, to, tmp_path / "out.gguf", requantize=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
