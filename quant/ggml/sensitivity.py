@@ -68,7 +68,7 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
 
 
 def kinds_of_rows(columns: int) -> tuple[str, ...]:
-    """Return the types that rows of so many values may have, by size."""
+    """Return the types to choose from for rows of `columns` values, by size."""
     return _NARROW_KINDS if columns % TYPES_BY_NAME["Q4_K"].block else KINDS
 
 

@@ -90,15 +90,15 @@ def _with_embedding_rows(raw: Fields, settings: Fields, template: ChatTemplate |
     named = special_tokens_map(settings)
     ends = {named.get("bos_token"), named.get("eos_token")}
     added, count = raw.array("added_tokens", dict, MAX_ADDED), vocab_size
-    kept = []
+    with_rows = []
     for token in added:
         content = token.get("content")
         used = content in ends or (template is not None and template.contains(str(content)))
         if type(content) is str and token.get("id") == count and token.get("special") is True and not used:
             count += 1
         else:
-            kept.append(token)
-    return raw if len(kept) == len(added) else Fields({**raw.values, "added_tokens": kept}, raw.source)
+            with_rows.append(token)
+    return raw if count == vocab_size else Fields({**raw.values, "added_tokens": with_rows}, raw.source)
 
 
 def read_tokenizer(folder: Path) -> tuple[Fields, bytes]:
@@ -167,9 +167,9 @@ class Tokenizer:
         def encoder() -> Pipeline | GuardedPipeline:
             return Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(folder / "tokenizer.json")
 
-        kept = _with_embedding_rows(raw, settings, template, vocab_size) if is_trusted(raw.values) else raw
-        if kept is not raw:
-            raw, data = kept, json.dumps(kept.values, ensure_ascii=False).encode()
+        usable = _with_embedding_rows(raw, settings, template, vocab_size) if is_trusted(raw.values) else raw
+        if usable is not raw:
+            raw, data = usable, json.dumps(usable.values, ensure_ascii=False).encode()
         return cls._checked(raw, encoder, settings, template, vocab_size)
 
     @classmethod
