@@ -64,9 +64,12 @@ class Region:
     transform: Any = None
     transform_each: bool = False
 
-    def parse(self, text: str, captures: Mapping[str, str]) -> list[Any]:
-        """Return the values of a region's text. Raises ValueError for text of another content type."""
-        value = parse_content(text, self.content, self.arguments)
+    def parse(self, text: str, captures: Mapping[str, str], closed: bool = True) -> list[Any]:
+        """Return the values of a region's text. Raises ValueError for text of another content type.
+
+        closed: the end of the region was found; without it the text may be cut.
+        """
+        value = parse_content(text, self.content, self.arguments, closed)
         if self.transform is None:
             return [value]
         if not self.transform_each:
@@ -76,8 +79,8 @@ class Region:
         return [_transform(self.transform, {**captures, **item}) for item in value]
 
 
-def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
-    """Parse `text` of the content type `kind`. Raises ValueError."""
+def parse_content(text: str, kind: str, arguments: Mapping[str, Any], closed: bool = True) -> Any:
+    """Parse `text` of the content type `kind`; see `Region.parse`. Raises ValueError."""
     if kind == "json":
         return _json(text, arguments)
     if kind == "json-by-name":
@@ -85,7 +88,7 @@ def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
     if kind == "python-calls":
         return parse_python_calls(text)
     if kind == "xml-inline":
-        return _xml(text, arguments)
+        return _xml(text, arguments, closed)
     if kind == "kv-lines":
         separator = str(arguments.get("kv_sep", ":"))
         lines = (line.split(separator, 1) for line in text.split(arguments.get("line_sep", "\n")) if separator in line)
@@ -127,22 +130,53 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
         raise
 
 
-def _xml(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    # tag: the text before and after a key, and before and after its value.
+def _xml(text: str, arguments: Mapping[str, Any], closed: bool) -> dict[str, Any]:
+    # tag: the text before and after a key, and before and after its value; json_attribute: what stands between these
+    # where the value is JSON; cdata: values may stand in a CDATA section.
     before_key, after_key, before_value, after_value = arguments["tag"]
+    loose = bool(arguments.get("loose"))
     fields: dict[str, Any] = {}
     position = 0
     while (begin := text.find(before_key, position)) >= 0:
         begin += len(before_key)
         middle = text.find(after_key, begin)
         opened = text.find(before_value, middle + len(after_key)) if middle >= 0 else -1
-        end = text.find(after_value, opened + len(before_value)) if opened >= 0 else -1
-        if end < 0:
-            raise ValueError("an element is not closed")
-        value = text[opened + len(before_value) : end].removeprefix("\n").removesuffix("\n")
-        fields[text[begin:middle].strip()] = _value(value, arguments)
-        position = end + len(after_value)
+        if opened < 0 or (loose and "<" in text[begin:middle]):
+            raise ValueError("a key is not closed")
+        attributes, opened = text[middle:opened], opened + len(before_value)
+        quoted = _cdata(after_value).match(text, opened) if arguments.get("cdata") else None
+        if quoted is not None:
+            value, position = quoted[1], quoted.end()
+        else:
+            end, position = (_loose_end if loose else _strict_end)(text, opened, (before_key, after_value), closed)
+            value = text[opened:end].removeprefix("\n").removesuffix("\n")
+        is_json = "json_attribute" in arguments and arguments["json_attribute"] in attributes
+        fields[text[begin:middle].strip()] = _json(value, {}) if is_json else _value(value, arguments)
     return fields
+
+
+def _cdata(after_value: str) -> re.Pattern[str]:
+    return re.compile(rf"\s*<!\[CDATA\[(.*?)\]\]>\s*{re.escape(after_value)}", re.DOTALL)
+
+
+def _strict_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> tuple[int, int]:
+    # Where the value that begins at `begin` ends, and the position after its closing mark.
+    end = text.find(marks[1], begin)
+    if end < 0:
+        raise ValueError("an element is not closed")
+    return end, end + len(marks[1])
+
+
+def _loose_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> tuple[int, int]:
+    # Qwen3-Coder leaves out closing marks: the next key on a line of its own also ends a value, and so does the end of
+    # the call. A closing mark inside a value, which something else follows, does not.
+    key, end = map(re.escape, marks)
+    match = re.compile(rf"{end}(?=\s*(?:{end}\s*){{0,3}}(?:{key}|\Z))|\n(?={key})").search(text, begin)
+    if match is not None:
+        return match.span()
+    if closed and marks[1] not in text[begin:]:
+        return len(text), len(text)
+    return _strict_end(text, begin, marks, closed)
 
 
 def _transform(shape: Any, values: Mapping[str, Any]) -> Any:

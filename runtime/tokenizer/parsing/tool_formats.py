@@ -29,7 +29,8 @@ _EACH = {"name": "{name}", "arguments": "{arguments}"}  # of each object in a li
 _COHERE = {"name": "{tool_name}", "arguments": "{parameters}"}  # likewise
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 _NAME = r"(?P<name>[\w.:/-]+)"
-_PARAMETER = ("<parameter=", ">", "", "</parameter>")
+_PARAMETERS = {"tag": ("<parameter=", ">", "", "</parameter>"), "loose": True}
+_DSML_SECTIONS = ("function_calls", "tool_calls", " calls")  # of DeepSeek V3.2, V4 and V4.1
 _HARMONY_TYPE = r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"  # of the arguments, mostly json
 
 _TOOLS_PROMPT = (
@@ -77,7 +78,7 @@ TOOL_FORMATS = (
     ToolFormat(
         "seed",
         ("<seed:tool_call>", "<function="),
-        _call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", {"tag": _PARAMETER}),
+        _call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", _PARAMETERS),
         ignored=("<seed:tool_call>", "</seed:tool_call>"),
         sections=("<seed:tool_call>",),
     ),
@@ -87,16 +88,48 @@ TOOL_FORMATS = (
         (
             *_call(
                 pattern(rf"<tool_call>\s*<function={_NAME}>", "<tool_call>"),
-                pattern(r"</function>\s*</tool_call>", "</function>"),
+                # Without the mark of the function, the end of its last argument is required.
+                pattern(
+                    r"</function>\s*</tool_call>|(?:(?<=</parameter>)|(?<=</parameter>\n))</tool_call>",
+                    *("</function>", "</tool_call>"),
+                ),
                 "xml-inline",
-                {"tag": _PARAMETER},
+                _PARAMETERS,
             ),
             # Qwen3-Coder often leaves out the first mark; vLLM and SGLang read such calls as well.
-            *_call(
-                pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", {"tag": _PARAMETER}
-            ),
+            *_call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>"), "xml-inline", _PARAMETERS),
         ),
         ignored=("</tool_call>",),
+    ),
+    # Templates write the marks of DeepSeek V3.2, V4 and V4.1 with variables.
+    ToolFormat(
+        "deepseek-v3.2",
+        ("DSML", "invoke name=", 'string="true|false"'),
+        tuple(
+            region
+            for space in ("", " ")  # V4.1 writes a space
+            for region in _call(
+                pattern(rf'<｜DSML｜{space}invoke name="{_NAME}">', f"<｜DSML｜{space}invoke name="),
+                literal(f"</｜DSML｜{space}invoke>"),
+                "xml-inline",
+                {
+                    "tag": (f'<｜DSML｜{space}parameter name="', '"', ">", f"</｜DSML｜{space}parameter>"),
+                    "json_attribute": 'string="false"',
+                },
+            )
+        ),
+        ignored=tuple(f"<{slash}｜DSML｜{name}>" for name in _DSML_SECTIONS for slash in ("", "/")),
+        sections=tuple(f"<｜DSML｜{name}>" for name in _DSML_SECTIONS),
+    ),
+    ToolFormat(
+        "minicpm-5",
+        ('<function name="', '<param name="'),
+        _call(
+            pattern(rf'<function name="{_NAME}">', "<function name="),
+            literal("</function>"),
+            "xml-inline",
+            {"tag": ('<param name="', '">', "", "</param>"), "cdata": True},
+        ),
     ),
     ToolFormat(
         "hunyuan-3",
@@ -254,6 +287,12 @@ TOOL_FORMATS = (
         "list",
         ("<tool_calls>[",),
         _call(literal("<tool_calls>"), literal("</tool_calls>"), transform=_EACH),
+    ),
+    # Functionary 3.1, and Llama 3.1 where a prompt describes the tools this way.
+    ToolFormat(
+        "functionary",
+        ("<function=", "</function>", "end_tag"),
+        _call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>")),
     ),
     HERMES,
     ToolFormat(

@@ -227,7 +227,7 @@ class ToolParser:
             return False
         body = self._text if match is None else self._text[: match.start()]
         closing = match[0] if match is not None and self._region.close else ""
-        calls = self._read(self._region, body)
+        calls = self._read(self._region, body, match is not None)
         self._region = None
         if calls is None:
             self._emit(items, self._opening + body + closing)
@@ -306,13 +306,13 @@ class ToolParser:
         self._region = self._stream = None
         return bool(self._text)
 
-    def _read(self, region: Region, body: str) -> list[ToolCall] | None:
+    def _read(self, region: Region, body: str, closed: bool) -> list[ToolCall] | None:
         # The calls in a region's text; None if it does not follow the format.
         try:
             if len(body) > MAX_CALL:
                 raise ValueError("too long")
             bodies = _split_objects(body) if self._format.bare_json else [body]
-            values = [value for part in bodies for value in region.parse(part, self._captures)]
+            values = [value for part in bodies for value in region.parse(part, self._captures, closed)]
             calls = [self._call(value.get("function", value) if isinstance(value, dict) else {}) for value in values]
         except (ValueError, RecursionError):
             return None

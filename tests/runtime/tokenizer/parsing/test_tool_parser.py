@@ -97,6 +97,23 @@ WRITTEN: dict[str, tuple[str, list[Any]]] = {
         '</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
         [("f", {"a": 1, "b": "x <y>"}), ("f", {})],
     ),
+    "deepseek-v3.2": (
+        'Hi\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="true">x > "y"</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="e" string="false">{"k": [null]}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        ["Hi", ("f", {"a": 1, "b": 'x > "y"', "e": {"k": [None]}}), ("f", {})],
+    ),
+    "minicpm-5": (
+        'Hi\n<function name="f"><param name="a">1</param><param name="b"><![CDATA[x </param>\n <y>]]></param>'
+        "<param name=\"d\">['p', 'q']</param></function>\n<function name=\"f\"></function>",
+        ["Hi", ("f", {"a": 1, "b": "x </param>\n <y>", "d": ["p", "q"]}), ("f", {})],
+    ),
+    "functionary": (
+        '<function=f>{"a": 1, "b": "<x>"}</function><function=f>{}</function>',
+        [("f", {"a": 1, "b": "<x>"}), ("f", {})],
+    ),
     "gemma-4": (
         '<|tool_call>call:f{a:1,b:<|"|>x "q", {y:1}<|"|>,c:None,user-id:{k:[true,None]}}<tool_call|>'
         "<|tool_call>call:f{}<tool_call|>",
@@ -204,6 +221,40 @@ def test_no_format_hides_another(form: ToolFormat) -> None:
             "qwen-xml",
             "Hi\n<function=f>\n<parameter=b>\nx </tool_call> y\n</parameter>\n</function>\n</tool_call>",
             ["Hi", ("f", {"b": "x </tool_call> y"})],
+        ),
+        (  # an argument is not closed before the next, and not at the end of the call
+            "qwen-xml",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>",
+            [("f", {"a": 1, "b": "x"}), ("f", {"a": 2})],
+        ),
+        (  # the function is not closed
+            "qwen-xml",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>\n"
+            "<tool_call>\n<function=f>\n<parameter=b>\nx\n</parameter>\n</function>\n</tool_call>",
+            [("f", {"a": 1}), ("f", {"b": "x"})],
+        ),
+        (  # an argument names its closing mark, and one has two
+            "qwen-xml",
+            "<tool_call>\n<function=f>\n<parameter=b>\nx </parameter> y\n</parameter>\n</parameter>\n<parameter=a>\n1\n"
+            "</parameter>\n</function>\n</tool_call>",
+            [("f", {"b": "x </parameter> y", "a": 1})],
+        ),
+        (  # cut: the argument may go on
+            "qwen-xml",
+            "<tool_call>\n<function=f>\n<parameter=b>\nx",
+            ["<tool_call>\n<function=f>\n<parameter=b>\nx"],
+        ),
+        (  # V4
+            "deepseek-v3.2",
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+            [("f", {})],
+        ),
+        (  # V4.1
+            "deepseek-v3.2",
+            '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n'
+            '<｜DSML｜ parameter name="a" string="false">1</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+            [("f", {"a": 1})],
         ),
         (  # marks without a meaning stay where they are part of an argument
             "minimax",
