@@ -65,10 +65,12 @@ def render_chat(
     except UserError as error:
         # Codex sends instructions twice, Claude Code also after the first question. Templates such as those of Qwen 3.5
         # and Gemma 3 raise for system messages that are not the first message; where they do not, the order is kept.
-        merged = _with_one_system_message(messages)
-        if merged != messages:
-            with suppress(UserError):
-                return render(merged)
+        # Those of Llama 3 raise for several calls in a message, which the model writes nevertheless.
+        merged, split = _with_one_system_message(messages), _with_single_calls(messages)
+        for changed in (merged, split, _with_one_system_message(split)):
+            if changed != messages:
+                with suppress(UserError):
+                    return render(changed)
         raise from_user_error(error, place) from None
 
 
@@ -77,6 +79,27 @@ def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
     others = [message for message in messages if message.role != "system"]
     content = "\n\n".join(message.content for message in systems if message.content)
     return [*([replace(systems[0], content=content)] if systems else []), *others]
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    # Each call of a message in one of its own, followed by its result.
+    converted, at = list[Message](), 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if len(message.tool_calls) < 2:
+            converted.append(message)
+            continue
+        end = next((index for index in range(at, len(messages)) if messages[index].role != "tool"), len(messages))
+        results, at = list(messages[at:end]), end
+        for number, call in enumerate(message.tool_calls):
+            shown = message if number == 0 else Message("assistant", "")
+            converted.append(replace(shown, tool_calls=(call,)))
+            own = next((result for result in results if result.tool_call_id == call.get("id")), None)
+            if own is not None:
+                results.remove(own)
+                converted.append(own)
+        converted += results
+    return converted
 
 
 def _with_short_ids(message: Message) -> Message:

@@ -49,6 +49,28 @@ def test_a_template_that_takes_system_messages_first_only_gets_one() -> None:
         _rendered(without, MESSAGES)
 
 
+SINGLE_CALLS = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %};{% endfor %}"
+)
+
+
+def test_a_template_for_single_calls_gets_several_one_after_another() -> None:
+    """Llama 3 writes several calls in a reply, and its template refuses them in the next turn."""
+    calls = tuple({"type": "function", "id": name, "function": {"name": name, "arguments": {}}} for name in ("f", "g"))
+    called = (Message("user", "A"), Message("assistant", "Look. ", calls))
+    results = tuple(Message("tool", f"of {name}", tool_call_id=name) for name in ("g", "f"))
+    after = Message("assistant", "Done")
+    expected = "user:A;assistant:Look. f;tool:of f;assistant:g;tool:of g;assistant:Done;"
+    assert _rendered(SINGLE_CALLS, (*called, *results, after)) == expected
+    late = Message("system", "S")
+    first_only = SINGLE_CALLS + FIRST_ONLY.split("{{ m.role")[0] + "{% endfor %}"
+    assert _rendered(first_only, (*called, *results, after, late)) == f"system:S;{expected}"
+    unnamed = tuple(Message("tool", f"{number}") for number in (1, 2))
+    assert _rendered(SINGLE_CALLS, (*called, *unnamed)).endswith("f;assistant:g;tool:1;tool:2;")
+
+
 @pytest.mark.parametrize(
     "keeping",
     [
