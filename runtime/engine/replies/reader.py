@@ -171,12 +171,13 @@ class ReplyReader:
         return self._reasoning is not None and self._reasoning.inside
 
     def _end(self, output: SequenceOutput, stopped: bool) -> ReplyEnd:
-        if stopped:
-            return "stop_string"
+        called = self._tools is not None and self._tools.called
+        if stopped:  # agents run the calls of a reply that ended because of them
+            return "tool_calls" if called and self._tools is not None and not self._tools.incomplete else "stop_string"
         reason = output.finish_reason
         assert reason is not None
         if reason == "stop":
-            return "tool_calls" if self._tools is not None and self._tools.called else "stop"
+            return "tool_calls" if called else "stop"
         return "length" if reason == "context" else reason
 
     def _split(self, text: str, ended: bool) -> "tuple[list[str | ToolCall], str]":

@@ -114,7 +114,8 @@ class MessageRendering:
             reason = STOP_REASONS.get(piece.end, "end_turn")
             if piece.end == "length" and self._clipped:
                 reason = "model_context_window_exceeded"
-            self._end = {**_NO_END, "stop_reason": reason, "stop_sequence": piece.stop}
+            sequence = piece.stop if reason == "stop_sequence" else None
+            self._end = {**_NO_END, "stop_reason": reason, "stop_sequence": sequence}
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
         if self._kind != kind:

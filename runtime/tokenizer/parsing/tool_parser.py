@@ -146,6 +146,7 @@ class ToolParser:
         self._after_call = False  # whitespace after a call is dropped
         self._stream: ArgumentStream | None = None  # of the call that is being passed on
         self._started = 0  # calls so far
+        self.incomplete = False  # whether the arguments of a call ended early or are not JSON
 
     @property
     def called(self) -> bool:
@@ -273,8 +274,10 @@ class ToolParser:
             if final:
                 self._append(items, stream.rest)
                 self._region = self._stream = None
+                self.incomplete = True
             return False
         # The rest of a call that is not JSON is passed on as it is, up to its closing mark.
+        self.incomplete = True
         anchor = region.close or region.open
         match, decided = anchor.find(self._text, 0, final)
         end = decided if match is None else match.start()
