@@ -6,7 +6,7 @@ Templates, tokenization and grammars are slow: routes call these methods in `Ser
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -21,6 +21,7 @@ from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.http.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.http.request_log import RequestFigures
 from mycli.runtime.server.http.settings import ServerSettings, ServerState, untagged
 from mycli.runtime.server.requests.chat_prompt import RecentPrompts, render_chat, template_source
 from mycli.runtime.server.requests.formats import ResponseFormat
@@ -43,7 +44,8 @@ class Prepared:
     """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order.
 
     clipped: the context has no room for the requested tokens; omitted: parts of the request that were left
-    out, for the response's header and the log; difference: from the most similar earlier prompt.
+    out, for the response's header and the log; difference: from the most similar earlier prompt; figures: counted
+    while the requests run.
     """
 
     requests: Sequence[tuple[Request, Sequence[OutputReader]]]
@@ -51,6 +53,7 @@ class Prepared:
     clipped: bool = False
     omitted: Sequence[str] = ()
     difference: Difference | None = None
+    figures: RequestFigures = field(default_factory=RequestFigures)
 
     @property
     def grammars(self) -> Sequence[Grammar]:

@@ -167,7 +167,8 @@ async def running(
     ApiError: queue full, reply failed, client disconnected.
     """
     delivery, work, leave_out = Delivery(), Work(()), leave_out or LeaveOut(0)
-    figures = RequestFigures(prepared.prompt_tokens)
+    figures = prepared.figures
+    figures.prompt = prepared.prompt_tokens
     request.scope["state"]["figures"] = figures
     tickets: Sequence[Ticket] = ()
     watch = asyncio.create_task(_watch(request, delivery))

@@ -13,7 +13,7 @@ LogFormat = Literal["text", "json"]
 class RequestFigures:
     """Token counts of a request and its replies. ttft, tpot: seconds to the first token, and per token after it."""
 
-    prompt: int
+    prompt: int = 0
     cached: int = 0
     completion: int = 0
     ttft: float | None = None

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse, dumps
-from mycli.runtime.server.http.request_log import RequestFigures
 from mycli.runtime.server.ollama.card import loaded_reply
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now
@@ -29,11 +28,9 @@ _DONE = {"length": "length", "deadline": "length"}
 class OllamaRendering:
     """Writes replies of chat (`as_message`) or generate."""
 
-    def __init__(
-        self, service: Service, request: Request, prepared: Prepared, body: OllamaRequest, as_message: bool
-    ) -> None:
+    def __init__(self, service: Service, prepared: Prepared, body: OllamaRequest, as_message: bool) -> None:
         self._model, self._as_message = shown_name(body, service), as_message
-        self._counts, self._request = TokenCounts(prepared.prompt_tokens), request
+        self._counts, self._figures = TokenCounts(prepared.prompt_tokens), prepared.figures
         self._tokenizer = service.loaded.tokenizer
         self._hides_thinking = body.think is False
         self._began = time.perf_counter_ns()
@@ -65,9 +62,8 @@ class OllamaRendering:
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         (reply,) = replies
-        figures: RequestFigures = self._request.scope["state"]["figures"]
-        if figures.ttft is not None:  # clients show tokens per second
-            self._first = self._began + int(figures.ttft * 1e9)
+        if self._figures.ttft is not None:  # clients show tokens per second
+            self._first = self._began + int(self._figures.ttft * 1e9)
         self._count(reply)
         fields = self._fields(reply.content, "" if self._hides_thinking else reply.reasoning)
         if reply.calls:
@@ -148,7 +144,7 @@ async def answer_ollama(
     body, prepared = await read_request(service, request, kind, prepare)
     if prepared is None:
         return JsonResponse(_reply_without_text(service, body, as_message))
-    rendering = OllamaRendering(service, request, prepared, body, as_message)
+    rendering = OllamaRendering(service, prepared, body, as_message)
     return await answer(service, request, prepared, rendering, body.stream is not False, _MEDIA_TYPE)
 
 

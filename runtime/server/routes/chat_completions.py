@@ -163,7 +163,7 @@ class ChatRendering(OpenAIRendering):
     def __init__(self, service: Service, prepared: Prepared, body: ChatRequest, ids: ReplyIds) -> None:
         model = body.model or service.name
         head = {"id": ids.name, "created": ids.created, "model": model, "object": "chat.completion.chunk"}
-        super().__init__(prepared.prompt_tokens, head, body.stream_options)
+        super().__init__(prepared, head, body.stream_options)
         self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
         self._replies = prepared.replies
@@ -175,7 +175,7 @@ class ChatRendering(OpenAIRendering):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
     def add(self, piece: Piece) -> Iterable[bytes]:
-        self._counts.add(piece)
+        self._count(piece)
         delta: dict[str, Any] = {}
         if piece.reasoning and self._shows_reasoning:
             # vLLM renamed the field in 0.32: clients read one or the other.
@@ -204,7 +204,7 @@ class ChatRendering(OpenAIRendering):
             logprobs = chat_logprobs(self._tokenizer, reply.logprobs) if self._logprobs else None
             end = self._reason(reply)
             choices.append({"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end})
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._counts.usage()}
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._summary()}
 
     def _reason(self, piece: Piece) -> str:
         end = FINISH.get(piece.end or "stop", piece.end or "stop")

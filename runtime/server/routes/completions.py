@@ -107,7 +107,7 @@ class TextRendering(OpenAIRendering):
         self._prompts = prepared.prompts
         model = body.model or service.name
         head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
-        super().__init__(prepared.prompt_tokens, head, body.stream_options)
+        super().__init__(prepared, head, body.stream_options)
         self._offsets = [0] * prepared.replies
         self._started = [False] * prepared.replies
 
@@ -115,7 +115,7 @@ class TextRendering(OpenAIRendering):
         return ()  # an echoed prompt comes with the first piece, which has its log-probabilities
 
     def add(self, piece: Piece) -> Iterable[bytes]:
-        self._counts.add(piece)
+        self._count(piece)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield self._choice_event(self._choice(piece))
 
@@ -126,7 +126,7 @@ class TextRendering(OpenAIRendering):
         for reply in replies:
             self._counts.add(reply)
         choices = [self._choice(reply) for reply in replies]
-        return {**self._head, "choices": choices, "usage": self._counts.usage()}
+        return {**self._head, "choices": choices, **self._summary()}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         index = piece.index

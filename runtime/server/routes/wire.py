@@ -10,6 +10,7 @@ from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.requests.schemas import CalledTool, ChatMessage, Content, ContentPart, StreamOptions, ToolSpec
+from mycli.runtime.server.service import Prepared
 from mycli.runtime.tokenizer.chat_template import Message, Role, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
@@ -153,18 +154,49 @@ class TokenCounts:
 class OpenAIRendering:
     """The chunks of OpenAI's chat and completions. `head`: the fields that all chunks share."""
 
-    def __init__(self, prompt_tokens: int, head: dict[str, Any], options: StreamOptions | None) -> None:
-        self._counts, self._head = TokenCounts(prompt_tokens), head
+    def __init__(self, prepared: Prepared, head: dict[str, Any], options: StreamOptions | None) -> None:
+        self._counts, self._head = TokenCounts(prepared.prompt_tokens), head
+        self._figures, self._unfinished = prepared.figures, prepared.replies
+        self._began, self._first = time.perf_counter(), 0.0
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_so_far = self._include_usage and options is not None and bool(options.continuous_usage_stats)
 
+    def _count(self, piece: Piece) -> None:
+        self._counts.add(piece)
+        self._first = self._first or time.perf_counter()
+        self._unfinished -= piece.end is not None
+
     def _choice_event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": self._counts.usage()} if self._usage_so_far else {}
-        return event({**self._head, "choices": [choice], **usage})
+        last = choice["finish_reason"] is not None and not self._unfinished and not self._include_usage
+        timings = {"timings": self._timings()} if last else {}
+        return event({**self._head, "choices": [choice], **usage, **timings})
+
+    def _summary(self) -> dict[str, Any]:
+        return {"usage": self._counts.usage(), "timings": self._timings()}
+
+    def _timings(self) -> dict[str, Any]:
+        # As llama.cpp's server has them: Open WebUI and llama-swap show the speed from them.
+        now, first = time.perf_counter(), self._first
+        if not first:  # a reply that is not streamed
+            first = now if self._figures.ttft is None else self._began + self._figures.ttft
+        spans = (
+            ("prompt", self._counts.prompt - self._counts.cached, first - self._began),
+            ("predicted", self._counts.generated, now - first),
+        )
+        timings: dict[str, Any] = {"cache_n": self._counts.cached}
+        for name, tokens, seconds in spans:
+            timings |= {
+                f"{name}_n": tokens,
+                f"{name}_ms": round(seconds * 1000, 3),
+                f"{name}_per_token_ms": round(seconds * 1000 / tokens, 3) if tokens else 0.0,
+                f"{name}_per_second": round(tokens / seconds, 3) if seconds > 0 else 0.0,
+            }
+        return timings
 
     def finish(self) -> Iterable[bytes]:
         if self._include_usage:
-            yield event({**self._head, "choices": [], "usage": self._counts.usage()})
+            yield event({**self._head, "choices": [], **self._summary()})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:

@@ -457,3 +457,24 @@ def test_a_stop_string_after_a_call_leaves_the_call_to_be_run(
     with scripted(REPLY + "\nObservation: 3", model=reasoning) as served:
         whole = served.ask("POST", "/v1/messages", {"tools": [tool], **body}).json
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+
+
+def test_replies_have_the_times_that_clients_of_llama_cpp_show(scripted: Scripted) -> None:
+    """Open WebUI and llama-swap take the speed from the last event, with or without the counts of tokens."""
+    names = {"cache_n"} | {
+        f"{part}_{figure}" for part in ("prompt", "predicted") for figure in ("n", "ms", "per_token_ms", "per_second")
+    }
+    with scripted("one two three four five six", pause=0.02) as served:
+        whole = served.chat().json
+        counted = served.chat(stream=True, stream_options={"include_usage": True}).events
+        plain = served.chat(stream=True, n=2).events
+        completion = served.ask("POST", "/v1/completions", {"model": "pico", "prompt": "Leo", "stream": True}).events
+    for reply in (whole, counted[-1], plain[-1], completion[-1]):
+        times = reply["timings"]
+        assert set(times) == names
+        # The first token belongs to the prompt, and a step takes 20 ms at least.
+        assert times["predicted_ms"] >= 20 * (times["predicted_n"] // (2 if reply is plain[-1] else 1) - 2)
+        assert times["prompt_ms"] >= 20 and 0 < times["predicted_per_second"] < 1000
+    assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"]
+    assert not any("timings" in event for event in (*counted[:-1], *plain[:-1], *completion[:-1]))
+    assert all(event["choices"] for event in plain)

@@ -52,7 +52,14 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": "Tell me about Leo.", "max_output_tokens": 24, "temperature": 0.9}),
 }
 # Times and counts of cached tokens may differ.
-VOLATILE = ("completed_at", "prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens", "input_tokens")
+VOLATILE = (
+    "completed_at",
+    "timings",
+    "prompt_tokens_details",
+    "input_tokens_details",
+    "cache_read_input_tokens",
+    "input_tokens",
+)
 
 
 @pytest.fixture(scope="module")
