@@ -45,6 +45,24 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # A template that may read the parts of a content, and the text with which that is tried.
 _PARTS = re.compile(r"""\btype\b.{0,40}(?:text|image)""", re.DOTALL)
 _PROBE = "Where are the herons?"
+# Templates of Granite 3 and LFM2 leave out the calls of earlier messages, so that a result follows an empty message.
+# For each: the text before and after the place of calls, and a macro that writes calls as the model does.
+_UNWRITTEN_CALLS = (
+    (
+        "message['content'] + ",
+        "'<|end_of_text|>",
+        "{%- macro written_calls(calls) -%}{{ '<|tool_call|>' + calls | map(attribute='function') | list | tojson }}"
+        "{%- endmacro -%}",
+    ),
+    (
+        "{{- content + ",
+        '"<|im_end|>',
+        "{%- macro written_calls(calls) -%}<|tool_call_start|>[{%- for call in calls -%}{{ call.function.name }}("
+        "{%- for name, value in call.function.arguments.items() -%}{{ name }}={{ value | tojson }}"
+        "{{ ', ' if not loop.last }}{%- endfor -%}){{ ', ' if not loop.last }}{%- endfor -%}]<|tool_call_end|>"
+        "{%- endmacro -%}",
+    ),
+)
 _RESERVED = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", *TOKEN_NAMES),
@@ -102,6 +120,17 @@ class TemplateOptions:
 def takes_tools(template: str) -> bool:
     """Return whether a template reads the variable `tools`; Phi-4-mini's reads a field of that name of a message."""
     return re.search(r"""(?<![\w'".])tools\b(?!['"])""", template) is not None
+
+
+def with_calls(template: str) -> str:
+    """Return a template of a known model that leaves out calls with the calls, any other one as it is."""
+    if "tool_calls" in template or not takes_tools(template):
+        return template
+    for before, after, macro in _UNWRITTEN_CALLS:
+        if before + after in template:
+            calls = "(written_calls(message['tool_calls']) if message['tool_calls'] else '') + "
+            return macro + template.replace(before + after, before + calls + after)
+    return template
 
 
 def special_tokens_map(settings: Fields) -> dict[str, str]:
@@ -249,6 +278,8 @@ class ChatTemplate:
         Raises UsageError if the template refuses the conversation, ModelError if it fails or exceeds a limit.
         """
         source = self.source(bool(tools))
+        if any(message.get("tool_calls") for messages in conversations for message in messages):
+            source = with_calls(source)
         typed = self._takes_parts(source)
         variables = [
             {

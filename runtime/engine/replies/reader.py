@@ -172,7 +172,7 @@ class ReplyReader:
 
     def _end(self, output: SequenceOutput, stopped: bool) -> ReplyEnd:
         called = self._tools is not None and self._tools.called
-        if stopped:  # agents run the calls of a reply that ended because of them
+        if stopped:  # agents run calls if they are the reason for the end
             return "tool_calls" if called and self._tools is not None and not self._tools.incomplete else "stop_string"
         reason = output.finish_reason
         assert reason is not None

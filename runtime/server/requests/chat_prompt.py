@@ -94,10 +94,10 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
         for number, call in enumerate(message.tool_calls):
             shown = message if number == 0 else Message("assistant", "")
             converted.append(replace(shown, tool_calls=(call,)))
-            own = next((result for result in results if result.tool_call_id == call.get("id")), None)
-            if own is not None:
-                results.remove(own)
-                converted.append(own)
+            answer = next((result for result in results if result.tool_call_id == call.get("id")), None)
+            if answer is not None:
+                results.remove(answer)
+                converted.append(answer)
         converted += results
     return converted
 

@@ -269,7 +269,7 @@ TOOL_FORMATS = (
         ("<|tools_prefix|>",),
         _call(literal("<|tools_prefix|>"), literal("<|tools_suffix|>"), "json-by-name", transform=_EACH),
     ),
-    # Neither template writes the calls of a message.
+    # Neither template writes the calls of a message; `with_calls` does.
     ToolFormat("lfm2", ("<|tool_list_start|>",), _LFM),
     ToolFormat("lfm2.5", ("List of tools: [",), _LFM),
     ToolFormat(

@@ -264,7 +264,7 @@ KNOWN = {
     "Qwen-Qwen3-0.6B": {"reasoning-dropped-later", "reply-opening-changes"},
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": {"no-tools", "reasoning-dropped", "reply-opening-changes"},
     "google-gemma-2-2b-it": {"no-tools", "content-trimmed", "system-refused", "turns-must-alternate"},
-    "ibm-granite-granite-3.3-2B-Instruct": {"call-not-rendered", "reasoning-dropped"},
+    "ibm-granite-granite-3.3-2B-Instruct": {"reasoning-dropped"},
     "meta-llama-Llama-3.1-8B-Instruct": {"content-trimmed", "several-calls-refused"},
     "meta-llama-Llama-3.2-3B-Instruct": {"content-trimmed", "several-calls-refused"},
     "microsoft-Phi-3.5-mini-instruct": {"no-tools"},
