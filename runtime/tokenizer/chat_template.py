@@ -285,8 +285,7 @@ class ChatTemplate:
             {
                 **self._tokens,
                 "documents": None,
-                **self._arguments,
-                **_both_switches(arguments[index]),
+                **_known_effort(source, {**self._arguments, **_both_switches(arguments[index])}),
                 "messages": [_in_parts(message) for message in messages] if typed else messages,
                 "tools": tools[index] if tools else None,
                 "add_generation_prompt": add_generation_prompt,
@@ -325,6 +324,18 @@ class ChatTemplate:
 def _both_switches(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     # DeepSeek V3.1, Kimi K2.5 and Granite 3 name the switch that requests set as enable_thinking otherwise.
     return {"thinking": arguments["enable_thinking"], **arguments} if "enable_thinking" in arguments else arguments
+
+
+def _known_effort(source: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Hy 3 has three efforts, refuses the others, and has no other switch. SGLang maps the others in the same way.
+    if "'no_think'" not in source or "reasoning_effort" not in source:
+        return arguments
+    effort, thinks = arguments.get("reasoning_effort"), arguments.get("enable_thinking")
+    if thinks is False or effort in ("none", "minimal"):
+        return {**arguments, "reasoning_effort": "no_think"}
+    if effort in ("medium", "xhigh", "max") or (thinks and effort is None):
+        return {**arguments, "reasoning_effort": "high"}
+    return arguments
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

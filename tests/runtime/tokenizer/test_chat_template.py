@@ -14,6 +14,7 @@ from mycli.runtime.tokenizer.chat_template import (
     ChatTemplate,
     Message,
     TemplateOptions,
+    effort_arguments,
     special_tokens_map,
     with_calls,
 )
@@ -369,3 +370,29 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
     assert str(items[0]).endswith("Look:")
     written = source + "{# tool_calls #}"
     assert with_calls(written) == written and with_calls("{{ messages }}") == "{{ messages }}"
+
+
+def test_efforts_that_hy3_does_not_know() -> None:
+    source = (
+        "{% if reasoning_effort is defined and reasoning_effort not in ['high', 'low', 'no_think'] %}"
+        "{{ raise_exception('reasoning_effort error : ' + reasoning_effort) }}{% endif %}"
+        "{{ reasoning_effort if reasoning_effort is defined else 'unset' }}"
+    )
+    template = ChatTemplate({"default": source}, {})
+    expected = {
+        "none": "no_think",
+        "minimal": "no_think",
+        "low": "low",
+        "medium": "high",
+        "high": "high",
+        "max": "high",
+    }
+    for effort, known in expected.items():
+        assert render(template, [("user", "x")], **effort_arguments(effort)) == known
+    assert render(template, [("user", "x")], enable_thinking=True) == "high"
+    assert render(template, [("user", "x")], enable_thinking=False, reasoning_effort="high") == "no_think"
+    assert render(template, [("user", "x")]) == "unset"
+    started = template.with_options(TemplateOptions(arguments=effort_arguments("medium")))
+    assert render(started, [("user", "x")]) == "high"
+    other = ChatTemplate({"default": "{{ reasoning_effort }}"}, {})
+    assert render(other, [("user", "x")], reasoning_effort="medium") == "medium"
