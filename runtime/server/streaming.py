@@ -4,6 +4,7 @@ A client that disconnects cancels its sequences. A `Rendering` writes the fields
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -264,9 +265,15 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await put(self._rendering.begin())
+                sent = time.monotonic()
                 async for batch in pieces:
                     events = [data for piece in batch for data in self._rendering.add(piece)]
-                    await put(events if batch else self._rendering.keep_alive())
+                    # A call whose arguments are not JSON is sent when it is complete, which may take minutes.
+                    silent = time.monotonic() - sent >= self._service.settings.limits.ping_seconds
+                    if not batch or (silent and not events):
+                        events = list(self._rendering.keep_alive())
+                    sent = time.monotonic() if events else sent
+                    await put(events)
                 await put(self._rendering.finish(), more=False)
             except ApiError as error:
                 if error.status != CLIENT_GONE:

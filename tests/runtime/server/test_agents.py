@@ -1,17 +1,22 @@
 """Test requests as coding agents send them: other tool kinds, items of earlier turns, formats next to tools."""
 
+import dataclasses
 import json
 import threading
+import time
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
+from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from tests.runtime.server.conftest import Scripted
 from tests.runtime.server.test_replies import GrammarEngine
+from tests.support.paths import PICO
 from tests.support.served import Served, joined, serving
 
 PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -308,13 +313,39 @@ def test_a_silent_stream_sends_events_of_its_interface(scripted: Scripted, route
     with scripted("yes", settings=settings) as served:
         engine = served.service.worker.engine
         engine.held.clear()
-        threading.Timer(0.4, engine.held.set).start()
+
+        def release() -> None:
+            while not served.service.worker.underway:
+                time.sleep(0.01)
+            time.sleep(0.4)
+            engine.held.set()
+
+        threading.Thread(target=release).start()
         events = served.ask("POST", route, body).events
         kinds = [
             event.get("type") or event["choices"][0].get("delta", event["choices"][0].get("text")) for event in events
         ]
         silent = {"/v1/messages": "ping", "/v1/responses": "response.in_progress", "/v1/completions": ""}.get(route, {})
         assert kinds.count(silent) >= 3
+
+
+def test_a_call_that_is_sent_at_its_end_does_not_leave_the_stream_silent(
+    scripted: Scripted, loaded: LoadedModel
+) -> None:
+    """A file that an agent writes in Qwen's XML takes minutes, and clients give up without an event."""
+    tokenizer = open_model_folder(PICO).tokenizer()
+    xml = "{{ tools }}{# <function= <parameter= #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.template = ChatTemplate({"default": xml}, {})
+    model = dataclasses.replace(loaded, tokenizer=tokenizer)
+    settings = ServerSettings(("pico",), limits=ServerLimits(ping_seconds=0.05))
+    call = f"<tool_call>\n<function=read>\n<parameter=path>\n{'word ' * 60}\n</parameter>\n</function>\n</tool_call>"
+    body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "stream": True, "max_tokens": 400}
+    with scripted(call, model=model, settings=settings, pause=0.005) as served:
+        chat = served.ask("POST", "/v1/chat/completions", {**body, "tools": [{"type": "function", "function": READ}]})
+        assert [(name, json.loads(text)["path"]) for name, text in joined(chat)[2]] == [("read", "word " * 60)]
+        assert [event["choices"][0]["delta"] for event in chat.events].count({}) >= 3
+        message = served.ask("POST", "/v1/messages", {**body, "tools": [{"name": "read", "input_schema": PATH}]})
+        assert [event["type"] for event in message.events].count("ping") >= 3
 
 
 def test_context_errors_are_in_the_words_that_clients_look_for(served: Served) -> None:
