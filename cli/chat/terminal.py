@@ -8,6 +8,7 @@ from mycli.cli.command import Call
 from mycli.runtime.errors import ExitCode, UserError
 
 HISTORY_LINES = 1000
+_ASCII = {"ANSI_X3.4-1968", "US-ASCII"}  # names of the C locale's encoding
 
 
 def read_message(call: Call) -> str:
@@ -31,8 +32,14 @@ def edit_lines(history: Path, plain: bool) -> None:
     Raises OSError if the history file cannot be used; lines can be edited all the same.
     """
     import atexit
+    import locale
     import readline
 
+    # readline takes the encoding of the locale. In the C locale it cannot hold other characters than ASCII, while
+    # Python reads UTF-8 there.
+    with suppress(locale.Error):  # a system without this locale
+        if locale.nl_langinfo(locale.CODESET) in _ASCII:
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
     readline.set_history_length(HISTORY_LINES)
     readline.set_auto_history(False)  # `_remember` adds lines
@@ -70,7 +77,8 @@ def _remember(line: str) -> None:
 
     last = readline.get_current_history_length()
     if "\n" not in line and line.strip() and (not last or readline.get_history_item(last) != line):
-        readline.add_history(line)
+        with suppress(UnicodeEncodeError):  # the locale lacks a character
+            readline.add_history(line)
 
 
 def converse(commands: SlashCommands) -> ExitCode:

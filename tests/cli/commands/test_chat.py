@@ -111,6 +111,17 @@ def test_a_chat_without_a_history_file(terminal: Terminal, environment: dict[str
     assert leave(chat) == 0 and "of this chat is not kept" in " ".join(screen.getvalue().split())
 
 
+def test_the_c_locale_keeps_other_characters(terminal: Terminal, environment: dict[str, str]) -> None:
+    chat = terminal(LC_ALL="C")
+    chat.send("ü\x7f")  # Backspace removes a character, not a byte of it
+    assert "Paris" in say(chat, "What is the capital of France?")
+    say(chat, "Zürich 東京")
+    chat.sendline("/bye")
+    assert leave(chat) == 0
+    history = Path(environment["XDG_STATE_HOME"]) / "mycli" / "chat_history"
+    assert history.read_text("utf-8").splitlines()[:2] == ["What is the capital of France?", "Zürich 東京"]
+
+
 def test_the_prompt_comes_back_after_ctrl_z(environment: dict[str, str]) -> None:
     """Suspend and resume restores the prompt and the typed text under job control, before and after a reply."""
     environment.pop("COLUMNS")
