@@ -23,7 +23,7 @@ from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer, Size, Tuning
 from mycli.quant.output.output_work import OutputWork
 from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
-from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
+from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder
 from mycli.quant.planning.grouping import sum_of_needs
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
@@ -190,7 +190,7 @@ class _Copy:
             else model_card.identify(asdict(recipe), self.calibration, how.placement, work.need.at_once)
         )
         if not how.restart:
-            require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
+            check_work_folder(finished_in, run)  # now and not only below: hashing the source may take minutes
         self._origin = stack.enter_context(how.shared.digests(folder))
         self.finished: WorkFolder | None = None
         self.journal: OutputWork | None = None

@@ -16,7 +16,7 @@ from mycli.quant.ggml.plan import GgufPlan, check_gguf_resources
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer
-from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
+from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder
 from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes, source_notes
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import Original, QualityReport, measure_result
@@ -75,7 +75,7 @@ def quantize_gguf(
         calibration = work.calibration(work.recipe.samples, work.recipe.seed)
         run = model_card.identify(work.recipe.record, calibration, placement, at_once)
         if not restart:
-            require_same_run(finished_in, run)
+            check_work_folder(finished_in, run)
         origin = stack.enter_context(model_card.digests_in_background(folder.source_files(), folder.path))
         file = stack.enter_context(work.layout.writer(target, overwrite))
         solver, output, source = BlockTypeSolver(work.layout), _Output(work, file), SourceWeights(folder)

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -48,11 +48,7 @@ class WorkFolder:
         with ExitStack() as entered:
             with disk_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    entered.enter_context(locked(self.folder / _LOCK))
-                except LockedError:
-                    message = f"{self.folder}: another process is using it"
-                    raise UsageError(message, code="wait-or-other-work-folder") from None
+                entered.enter_context(_lock(self.folder))
                 for left in self.folder.glob(".*.tmp"):  # by a run that was killed while it wrote
                     left.unlink()
                 for old in self._leftovers() if self._restart else ():
@@ -119,6 +115,25 @@ class WorkFolder:
 def unwritten_bytes(folder: Path, nbytes: int) -> int:
     """Return how many of the `nbytes` of all blocks are not in `folder` yet."""
     return max(0, nbytes - sum(path.stat().st_size for path in folder.glob(_BLOCKS)))
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    try:
+        with locked(folder / _LOCK):
+            yield
+    except LockedError:
+        raise UsageError(f"{folder}: another process is using it", code="wait-or-other-work-folder") from None
+
+
+def check_work_folder(folder: Path, run: Mapping[str, Any]) -> None:
+    """Raise what `require_same_run` raises, before the folder is locked; of a folder in use, that it is in use."""
+    try:
+        require_same_run(folder, run)
+    except UsageError:
+        # The remedies for a different run drop its work, which a running process still adds to.
+        with disk_errors(folder), _lock(folder):
+            raise
 
 
 def require_same_run(folder: Path, run: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
 from mycli.quant.output.model_card import Layer
-from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
+from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder, require_same_run
 from mycli.quant.pipeline import default_work_folder, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
@@ -86,6 +86,15 @@ def test_work_of_another_run_is_refused(tmp_path: Path, fault: str) -> None:
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with WorkFolder(tmp_path, RUN), pytest.raises(UsageError, match="another process"), WorkFolder(tmp_path, RUN):
         pass
+
+
+def test_of_a_folder_in_use_the_process_is_named_and_not_the_difference(tmp_path: Path) -> None:
+    other = {**RUN, "recipe": {"bits": 3}}
+    with WorkFolder(tmp_path, RUN), pytest.raises(UsageError, match="another process"):
+        check_work_folder(tmp_path, other)
+    with pytest.raises(UsageError, match="differs in recipe bits"):
+        check_work_folder(tmp_path, other)
+    check_work_folder(tmp_path, RUN)
 
 
 def test_a_restarted_run_drops_the_blocks_of_another(tmp_path: Path) -> None:
