@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.command import Call, command
+from mycli.cli.command import Call, Terminated, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
@@ -117,7 +117,7 @@ def pull(
         try:
             with call.out.progress(f"{job.repo} @ {job.commit[:12]}", job.new_bytes, "B") as bar:
                 source = fetch_files(hub, job, force=force, advance=bar.advance)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             call.out.note("stopped; run the same command again to resume")
             raise
     code = custom_code_warning(source.folder)

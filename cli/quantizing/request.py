@@ -2,14 +2,14 @@
 
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mycli.cli.command import Call
+from mycli.cli.command import Call, Terminated
 from mycli.cli.flags.gates import Gates
 from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.reports.plot import layer_error, write_errors
@@ -106,19 +106,27 @@ def carry_out(
     announce_placement(call, placement)
     announce_build(call, placement)
     call.out.note(summary)
-    try:
-        with quantization_progress(call) as progress:
-            outcome = quantize(progress=progress, note=call.out.note)
-    except KeyboardInterrupt:
-        call.out.note(f"stopped; {when_stopped()}: {shlex.join(['mycli', *sys.argv[1:]])}")
-        raise
+    with noting_stop(call, when_stopped), quantization_progress(call) as progress:
+        outcome = quantize(progress=progress, note=call.out.note)
     for note in outcome.notes:
         call.out.note(note)
     return outcome
 
 
-def finished_blocks(work_folder: Path) -> str:
-    return f"finished blocks are stored in {work_folder}; to continue"
+@contextmanager
+def noting_stop(call: Call, when_stopped: Callable[[], str]) -> Iterator[None]:
+    """Say what Ctrl-C or SIGTERM leaves, and the command to type again."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated):
+        call.out.note(f"stopped; {when_stopped()}: {shlex.join(['mycli', *sys.argv[1:]])}")
+        raise
+
+
+def unfinished_work(work_folder: Path) -> str:
+    if work_folder.is_dir():
+        return f"finished blocks are stored in {work_folder}; to continue"
+    return "nothing was written; to start again"
 
 
 def finish(call: Call, request: QuantizationRequest, outcome: "Outcome") -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
-from mycli.cli.quantizing.request import QuantizationRequest, quantization_progress
+from mycli.cli.quantizing.request import QuantizationRequest, noting_stop, quantization_progress
 from mycli.cli.quantizing.to_folder import target_folder
 from mycli.cli.reports.plot import Chart, Point, write_charts
 from mycli.cli.text.progress import duration
@@ -126,7 +126,7 @@ def _make(
     for group in solved_together([copy.work for copy in copies]):
         chosen = [copies[index] for index in group]
         call.out.note(f"quantizing {', '.join(copy.folder.name for copy in chosen)}")
-        with quantization_progress(call) as progress:
+        with noting_stop(call, lambda: "to continue"), quantization_progress(call) as progress:
             outcomes = quantize_copies(
                 [(copy.work, copy.folder) for copy in chosen],
                 placement,

@@ -11,9 +11,9 @@ from mycli.cli.quantizing.request import (
     QuantizationRequest,
     carry_out,
     finish,
-    finished_blocks,
     quantization_progress,
     tell_how_to_use,
+    unfinished_work,
 )
 from mycli.cli.reports.quantization import show_plan, steps
 from mycli.cli.text.progress import duration
@@ -61,11 +61,6 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         show_plan(call, work, target, choosing + expected_seconds(work, placement))
         return
 
-    def when_stopped() -> str:
-        if work.recipe.needs_data and work_folder.is_dir():
-            return finished_blocks(work_folder)
-        return "nothing was written; to start again"
-
     summary = f"{request.source.label} → {target.name}: {'; '.join(steps(work))}"
     quantize = partial(
         pipeline.quantize,
@@ -76,7 +71,7 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         work_folder=work_folder,
         restart=request.restart,
     )
-    outcome = carry_out(call, placement, summary, quantize, when_stopped)
+    outcome = carry_out(call, placement, summary, quantize, lambda: unfinished_work(work_folder))
     finish(call, request, outcome)
     if request.output is None:
         tell_how_to_use(call, request.folder, shlex.quote(target.name))

@@ -10,9 +10,9 @@ from mycli.cli.quantizing.request import (
     QuantizationRequest,
     carry_out,
     finish,
-    finished_blocks,
     quantization_progress,
     tell_how_to_use,
+    unfinished_work,
 )
 from mycli.cli.reports.quantization import plan_fields, plan_rows
 from mycli.quant.ggml.recipe import GgufRecipe
@@ -63,7 +63,7 @@ def quantize_to_gguf(call: Call, request: QuantizationRequest, recipe: GgufRecip
         restart=request.restart,
     )
     summary = f"{request.source.label} → {target.name}: {_steps(work)}"
-    outcome = carry_out(call, placement, summary, quantize, lambda: finished_blocks(work_folder))
+    outcome = carry_out(call, placement, summary, quantize, lambda: unfinished_work(work_folder))
     finish(call, request, outcome)
     name = f"./{target}" if target.parent == Path() else str(target)
     tell_how_to_use(call, request.folder, shlex.quote(name))

@@ -84,8 +84,9 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     assert gone.returncode == 0 and not folder.exists() and mycli("rm", REPO, "-y").returncode == 4
 
 
-def test_d16_ctrl_c_keeps_what_arrived(
-    server: HubServer, environment: dict[str, str], tmp_path: Path, mycli: Mycli
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_d16_a_stop_keeps_what_arrived(
+    number: int, code: int, server: HubServer, environment: dict[str, str], tmp_path: Path, mycli: Mycli
 ) -> None:
     server.fail("storage:", Fault(seconds_per_block=0.05), times=2)
     command = [sys.executable, "-m", "mycli.cli", "pull", REPO]
@@ -94,9 +95,9 @@ def test_d16_ctrl_c_keeps_what_arrived(
         if any(path.stat().st_size > 4096 for path in (tmp_path / "hf").rglob("*.incomplete")):
             break
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=240)
-    assert process.returncode == 130 and "Traceback" not in said and "to resume" in said
+    assert process.returncode == code and "Traceback" not in said and "to resume" in said
     (left,) = (tmp_path / "hf").rglob("*.incomplete")
     size = left.stat().st_size
     server.forgive()

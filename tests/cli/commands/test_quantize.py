@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from mycli.cli.command import Terminated
 from mycli.cli.main import main
-from mycli.quant import quality_report
+from mycli.quant import pipeline, quality_report
 from mycli.quant.calls import measure
 from mycli.quant.calls.record import CallCounts
 from mycli.quant.solvers import gptq
@@ -136,6 +137,27 @@ def test_a_breached_gate_ends_with_6_and_keeps_the_model(tmp_path: Path, capsys:
     answer = parsed(out)
     assert code == 6 and answer["card"]["divergence"]["kl"]["value"] > 0.1
     assert "above --max-kl 0.1" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Terminated])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_stopped_run_says_what_it_leaves(
+    stop: type[BaseException],
+    method: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(*arguments: object, **options: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(pipeline, "measure_result", stopped)
+    arguments = ("quantize", "pico-draft", "--group", "64", "--method", method, "--samples", "8", "--seq", "64")
+    code, _, err = call(capsys, *arguments, "-o", str(tmp_path / "out"))
+    assert code == (130 if stop is KeyboardInterrupt else 143)
+    work = f"finished blocks are stored in {tmp_path / '.out.work'}; to continue"
+    left = work if method == "gptq" else "nothing was written; to start again"
+    assert f"stopped; {left}: mycli " in err
 
 
 @pytest.mark.parametrize("fault", ["E1-all-layers"])

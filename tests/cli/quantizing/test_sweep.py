@@ -60,7 +60,8 @@ def test_copies_are_made_once_compared_and_equal_to_single_ones(
         return measure(original, result, *rest, **options)  # type: ignore[arg-type]  # passed on
 
     monkeypatch.setattr(pipeline, "measure_result", interrupted)
-    assert mycli(*sweep).returncode == 130, "rtn and two of the four that are solved together are finished"
+    stopped = mycli(*sweep)  # rtn and two of the four that are solved together are finished
+    assert stopped.returncode == 130 and "stopped; to continue: mycli " in stopped.stderr
     again = mycli(*sweep, "--plot", str(plot))
     assert again.returncode == 0 and "resumed: all blocks were finished by an earlier run" in again.stderr
     assert again.stderr.count("finished earlier") == 3 and plot.read_text().count("<title>") == 12
