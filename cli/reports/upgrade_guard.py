@@ -8,6 +8,7 @@ from mycli.cli.load import record_path
 from mycli.cli.text.progress import STEP_SECONDS, stages
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.files import disk_errors, require_writable
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.diagnostics.golden_record import GoldenComparison, GoldenRecord, SpeedChange
@@ -29,8 +30,11 @@ def save_record(call: Call, opened: "OpenedModel") -> dict[str, Any]:
     """Measure a model and write its record, replacing an earlier one. Returns the JSON of the record."""
     from mycli.runtime.diagnostics.golden_record import undisturbed
 
-    record = measure(call, opened)
     path = record_path(opened)
+    with disk_errors(path):  # before measuring for 20 s
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    require_writable(path)
+    record = measure(call, opened)
     record.write(path)
     if not call.out.json_mode:
         rows = [(name, f"{undisturbed(rates):.1f} tok/s, {len(rates)} samples") for name, rates in record.rates.items()]

@@ -39,6 +39,15 @@ def test_nothing_to_compare_with_is_said(mycli: Mycli) -> None:
     assert mycli("doctor", "pico", "--compare", "--save", *CPU).returncode == 2
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(mycli: Mycli, environment: dict[str, str]) -> None:
+    state = Path(environment["XDG_STATE_HOME"]) / "mycli"
+    state.mkdir(parents=True)
+    (state / "golden").write_text("")
+    done = mycli("doctor", "pico", "--save", *CPU)
+    assert done.returncode == 2 and f"cannot write {state / 'golden'}" in done.stderr
+    assert "measuring" not in done.stderr
+
+
 def test_same_slower_and_other_replies(mycli: Mycli, environment: dict[str, str]) -> None:
     saved = mycli("doctor", "pico", "--save", *CPU)
     assert saved.returncode == 0 and "4 replies, " in saved.stdout and "tok/s, " in saved.stdout
