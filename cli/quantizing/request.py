@@ -123,8 +123,8 @@ def noting_stop(call: Call, when_stopped: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def unfinished_work(work_folder: Path) -> str:
-    if work_folder.is_dir():
+def unfinished_work(work_folder: Path | None) -> str:
+    if work_folder is not None and work_folder.is_dir():
         return f"finished blocks are stored in {work_folder}; to continue"
     return "nothing was written; to start again"
 

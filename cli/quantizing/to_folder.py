@@ -61,6 +61,7 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         show_plan(call, work, target, choosing + expected_seconds(work, placement))
         return
 
+    stored_in = work_folder if work.recipe.needs_data else None
     summary = f"{request.source.label} → {target.name}: {'; '.join(steps(work))}"
     quantize = partial(
         pipeline.quantize,
@@ -71,7 +72,7 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         work_folder=work_folder,
         restart=request.restart,
     )
-    outcome = carry_out(call, placement, summary, quantize, lambda: unfinished_work(work_folder))
+    outcome = carry_out(call, placement, summary, quantize, lambda: unfinished_work(stored_in))
     finish(call, request, outcome)
     if request.output is None:
         tell_how_to_use(call, request.folder, shlex.quote(target.name))
