@@ -105,9 +105,11 @@ class Generator:
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """Generate `count` replies; the prompt is computed once."""
-        from mycli.runtime.engine.replies.completion import draw_samples
+        from mycli.runtime.engine.replies.completion import finish_replies
 
-        return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
+        replies = [self.reply(prompt) for _ in range(self.count)]
+        finish_replies(self.loaded.engine, [replies])
+        return replies
 
     def describe(self, replies: "Sequence[Completion]") -> dict[str, Any]:
         """Return the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""

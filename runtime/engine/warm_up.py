@@ -53,7 +53,7 @@ def warm_up_passes(
         return 0
     decodes, prompts = list(_decodes(engine)), list(_prompts(engine))
     settings = [_device_sampling(engine, params) for params in sampling]
-    runs = [partial(_logits, engine, work) for work in (*decodes, *prompts)]
+    runs: list[Callable[[], object]] = [partial(engine.runner.run, work, engine.cache) for work in (*decodes, *prompts)]
     runs += [partial(_tokens, engine, work, row) for work in decodes for row in settings if row is not None]
     _compile(engine, [*decodes, *prompts])
     for done, run in enumerate(runs):
@@ -106,10 +106,6 @@ def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
     workers = min(_COMPILED_IN_PARALLEL, cpu().cores)
     with ThreadPoolExecutor(workers, initializer=use_device, initargs=(runner.device,)) as pool:
         list(pool.map(compile_work, works))
-
-
-def _logits(engine: Engine, work: list[Chunk]) -> None:
-    engine.runner.run(work, engine.cache)
 
 
 def _tokens(engine: Engine, work: list[Chunk], sampling: DeviceSampling) -> None:

@@ -38,6 +38,10 @@ def attention_mask(
     return causal if chunk is None else causal & (key >= query - query % chunk)
 
 
+def attention_scoring(spec: AttentionSpec, sinks: Tensor | None) -> Scoring:
+    return Scoring(spec.softmax_scale, spec.window, spec.softcap or 0.0, sinks, spec.chunk)
+
+
 KeyValue = tuple[Tensor, Tensor]
 SharedKeyValues = MutableMapping[int, tuple[Stored, Stored]]  # by layer
 
@@ -141,8 +145,7 @@ class PagedAttention:
                 key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
             cache.write(layer, batch, key, value)
         layer = layer if spec.kv_source is None else spec.kv_source
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, chunk=spec.chunk, sinks=sinks)
+        scoring = attention_scoring(spec, sinks)
         if query.device.type == "cpu":
             return PAGED_ATTENTION(query[0], *cache.all(layer), self._ragged, scoring)[None]
         attended = PROMPT_ATTENTION.attempt(query[0], *cache.all(layer), self._ragged, scoring)

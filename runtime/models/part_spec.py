@@ -234,6 +234,10 @@ class AttentionSpec:
     residual_scale: float = 1.0
 
     @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
     def projected_dim(self) -> int:
         """Size of a head as the first product computes it."""
         if self.differential is not None:

@@ -145,7 +145,7 @@ def _attention(part: Attention) -> CAttentionPart:
         head_dim=whole_vectors(spec.head_dim, "head_dim"),
         half=0 if rope is None else whole_vectors(rope.dim // 2, "half of the rotary dimensions"),
         window=native_window(spec.window, spec.chunk),
-        scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+        scale=spec.softmax_scale,
         softcap=spec.softcap or 0.0,
         interleaved=rope is not None and rope.interleaved,
         norms_rotated=spec.norm_after_rope,

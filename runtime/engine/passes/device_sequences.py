@@ -5,10 +5,10 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.engine.passes.graphs import StepInput
-from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.kernels.recurrent import DeviceRuns
 from mycli.runtime.kernels.registry import LATENT_ATTENTION, PAGED_ATTENTION, PROMPT_ATTENTION, VECTOR_PACKING
-from mycli.runtime.layers.attention import KeyValue
+from mycli.runtime.layers.attention import KeyValue, attention_scoring
 from mycli.runtime.layers.recurrent import Advance, Rows
 from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
@@ -73,8 +73,7 @@ class DeviceSequences:
         if new is not None:
             self._store(layer, (new[0][0], new[1][0]))
         layer = layer if spec.kv_source is None else spec.kv_source
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks, spec.chunk)
+        scoring = attention_scoring(spec, sinks)
         if query.shape[1] > MOST_ROWS:
             attended = PROMPT_ATTENTION.attempt(query[0], *self._cache.all(layer), self._ragged, scoring)
             if attended is not None:

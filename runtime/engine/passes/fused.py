@@ -18,7 +18,7 @@ from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.triton.attention import decode_attention, head_fits
+from mycli.runtime.kernels.triton.attention import decode_attention, heads_fit
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
@@ -26,6 +26,7 @@ from mycli.runtime.kernels.triton.mixture import FusedMixture, SharedExpert
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.residual import Norm, Residual, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, Rotation, project
+from mycli.runtime.layers.attention import attention_scoring
 from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.layer_part import LayerPart
@@ -167,16 +168,14 @@ def _layer(block: Block) -> _Layer | Declined:
     second = _mixture(mlp) if isinstance(mlp, Experts) else _dense_mlp(mlp)
     if isinstance(second, Declined):
         return second
-    spec = attention.spec
-    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     return _Layer(
         _norm_before(attention, matmuls["qkv"]),
         matmuls["o"],
         _residual(attention, attention.o),
         second,
         _projection(attention),
-        Scoring(scale, spec.window, spec.softcap or 0.0, attention.sinks),
-        spec.rope,
+        attention_scoring(attention.spec, attention.sinks),
+        attention.spec.rope,
     )
 
 
@@ -213,11 +212,9 @@ class FusedStep:
 
     def takes(self, sequences: int, tokens: int) -> bool:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
-        chip, element = self._layers[0].o.chip, self._model.dtype.itemsize
-        shapes = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in self._model.config.attentions}
         # Checked with the model's dtype: a quantized KV cache needs no more shared memory.
-        fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in shapes]
-        return sequences * tokens <= MOST_ROWS and all(fits)
+        chip, element = self._layers[0].o.chip, self._model.dtype.itemsize
+        return sequences * tokens <= MOST_ROWS and heads_fit(chip, self._model.config, tokens, element)
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return logits [sequences, 1 if last else new, vocab] in the model's dtype; the cache takes keys and values.

@@ -169,14 +169,13 @@ def _step(engine: Engine, running: dict[int, Completion]) -> None:
             engine.cancel(output.sequence)  # after a stop string, which the engine does not see
 
 
-def draw_samples(engine: Engine, replies: Sequence[Completion]) -> Sequence[Completion]:
-    """Complete `replies` to one prompt concurrently. Raises the first error of a reply."""
-    for _ in complete_all(engine, [replies], 1):
+def finish_replies(engine: Engine, groups: Sequence[Sequence[Completion]]) -> None:
+    """Complete all groups of replies concurrently, as `complete_all` does. Raises the first error of a reply."""
+    for _ in complete_all(engine, groups, len(groups)):
         pass
-    for reply in replies:
+    for reply in (reply for group in groups for reply in group):
         if reply.error is not None:
             raise reply.error
-    return replies
 
 
 def _count_step(timing: Timing, engine: Engine, output: SequenceOutput) -> None:

@@ -177,11 +177,7 @@ class OpenedModel:
         )
 
     def _finish(self, replies: "list[Completion]") -> "list[Completion]":
-        from mycli.runtime.engine.replies.completion import complete_all
+        from mycli.runtime.engine.replies.completion import finish_replies
 
-        for _ in complete_all(self.engine, [[reply] for reply in replies], len(replies)):
-            pass
-        for reply in replies:
-            if reply.error is not None:
-                raise reply.error
+        finish_replies(self.engine, [[reply] for reply in replies])
         return replies

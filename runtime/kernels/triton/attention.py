@@ -16,6 +16,7 @@ from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.activation import Operand
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.models.config import ModelConfig
 
 BLOCK_K = KEY_BLOCK  # keys per iteration of the loop
 NARROWEST_HEAD = 9  # rounded up to a power of two, the inner dimension of a product of MMAs is at least 16
@@ -100,6 +101,12 @@ def head_fits(chip: Chip, group: int, head_dim: int, tokens: int, element: int) 
     if block_tokens == 0 or head_dim < NARROWEST_HEAD:
         return False
     return attend_stages(chip, head_dim, query_columns(block_tokens, group), element) > 0
+
+
+def heads_fit(chip: Chip, config: ModelConfig, tokens: int, element: int) -> bool:
+    """Return whether the kernel attends in all layers of a model; arguments as in `head_fits`."""
+    shapes = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in config.attentions}
+    return all([head_fits(chip, group, head_dim, tokens, element) for group, head_dim in shapes])
 
 
 def decode_attention(

@@ -14,7 +14,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.replies.completion import Completion, complete_all, draw_samples
+from mycli.runtime.engine.replies.completion import Completion, complete_all, finish_replies
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
@@ -37,7 +37,8 @@ def drawn(
     pico: LoadedModel, engine: Engine, ids: list[int], sampling: SamplingParams, count: int, **options: object
 ) -> list[Completion]:
     replies = [Completion(pico, engine, ids, sampling, **options) for _ in range(count)]  # type: ignore[arg-type]  # named
-    return list(draw_samples(engine, replies))
+    finish_replies(engine, [replies])
+    return replies
 
 
 def paged(pico: LoadedModel, tokens: int, context: int = 256) -> Engine:
