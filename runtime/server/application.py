@@ -2,15 +2,11 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from mycli.runtime.server.http.errors import exception_handlers
-from mycli.runtime.server.http.guard import Guard
-from mycli.runtime.server.http.paths import other_paths
+from mycli.runtime.server.http.routing import build_application
 from mycli.runtime.server.ollama.chat import ollama_chat
 from mycli.runtime.server.ollama.embed import ollama_embed, ollama_embeddings
 from mycli.runtime.server.ollama.generate import ollama_generate
@@ -69,20 +65,4 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
 
 def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
     """Build the application. `log` receives one line per request, without prompt or reply."""
-
-    def bound(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def call(request: Request) -> Response:
-            return await endpoint(service, request)
-
-        call.__doc__ = endpoint.__doc__  # the summary in /openapi.json
-        return call
-
-    routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
-    routes += [
-        Route(other, bound(endpoint), methods=[method], include_in_schema=False)
-        for method, path, endpoint in ROUTES
-        for other in other_paths(path)
-    ]
-    app = Starlette(routes=routes, exception_handlers=exception_handlers())
-    app.router.redirect_slashes = False
-    return Guard(app, service, log)
+    return build_application(service, ROUTES, log)

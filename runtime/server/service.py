@@ -142,10 +142,6 @@ class Service(ServerState):
         parts = PromptParts(messages, tools, arguments)
         return render_chat(self.loaded.tokenizer, parts, more, place, self._template)
 
-    def spelled(self, ids: Sequence[int]) -> str:
-        """Decode token ids with control tokens spelled out."""
-        return b"".join(map(self.loaded.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
-
     def prelude(self, prompt_end: str) -> Prelude | None:
         """Return what may precede a reply with a grammar: reasoning, unless the prompt has closed the block."""
         return reasoning_prelude(self._template, prompt_end)

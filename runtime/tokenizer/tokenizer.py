@@ -282,6 +282,10 @@ class Tokenizer:
         piece = self.piece(token_id, first=False)
         return (self.vocabulary[token_id] or "").encode() if piece is None else piece
 
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` with control tokens spelled out; invalid UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
     def apply_chat_template(
         self,
         messages: Sequence[Message],

@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -22,6 +23,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import dumps
 from mycli.runtime.server.http.settings import ServerLimits
 
 _LINGER = 1.0  # seconds to let a refused client read the answer
@@ -31,20 +34,16 @@ _SLICE = 1 << 14  # bytes that are parsed before the chunks in them are counted
 # Each chunk of a body takes some 20 us, however small it is: a body of single bytes would hold up all connections.
 _FREE_CHUNKS, _CHUNK_BYTES = 1 << 12, 64
 DRAIN_TICK = 0.1  # seconds between two calls of uvicorn's on_tick
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
-    b'{"error":{"message":"too many connections","type":"overloaded_error","param":null,"code":"too_many_connections"}}'
-)
-_LATE = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
-    b'{"error":{"message":"the request took too long to arrive","type":"timeout_error","param":null,"code":"timeout"}}'
-)
+_BUSY = ApiError(503, "too many connections", "too_many_connections", headers={"retry-after": "5"})
+_LATE = ApiError(408, "the request took too long to arrive", "timeout")
+_SMALL_CHUNKS = ApiError(400, "the chunks of the body are too small", "small_chunks")
 
-_SMALL_CHUNKS = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
-    b'{"error":{"message":"the chunks of the body are too small","type":"invalid_request_error","param":null,'
-    b'"code":"small_chunks"}}'
-)
+
+def _response(error: ApiError) -> bytes:
+    """Return the whole response to a request that no application sees."""
+    headers = {"content-type": "application/json", **error.headers, "connection": "close"}
+    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, headers.items())]
+    return "\r\n".join([*head, "", dumps({"error": error.fields()})]).encode()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -138,7 +137,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         if len(self.connections) >= self.limits.connections and not self._close_oldest_idle():
-            transport.write(_BUSY)
+            transport.write(_response(_BUSY))
             if transport.can_write_eof():
                 transport.write_eof()
             # Closing now would reset the connection: the client's request is still on its way, and unread.
@@ -205,11 +204,11 @@ class _Connection(H11Protocol):
         if self.transport is not None:
             self._refuse(_LATE)
 
-    def _refuse(self, answer: bytes) -> None:
+    def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(answer)
+            self.transport.write(_response(error))
         self.transport.close()
 
     def on_response_complete(self) -> None:

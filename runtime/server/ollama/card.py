@@ -18,11 +18,14 @@ def utc_text(time: datetime) -> str:
     return time.isoformat().replace("+00:00", "Z")
 
 
+def utc_now() -> str:
+    return utc_text(datetime.now(UTC))
+
+
 def loaded_reply(model: str | None, as_message: bool, reason: str) -> dict[str, Any]:
     """Return the reply to a request that only loads or unloads a model: `reason` is "load" or "unload"."""
     fields: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if as_message else {"response": ""}
-    now = utc_text(datetime.now(UTC))
-    return {"model": model, "created_at": now, **fields, "done": True, "done_reason": reason}
+    return {"model": model, "created_at": utc_now(), **fields, "done": True, "done_reason": reason}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """POST /api/chat: Ollama's chat."""
 
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from mycli.runtime.server.ollama.request import (
     refuse_images,
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
-from mycli.runtime.server.routes.wire import chat_tools
+from mycli.runtime.server.routes.wire import call_fields, chat_tools
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message
 
@@ -38,14 +37,7 @@ def _spec(service: Service, body: OllamaChatRequest) -> ChatSpec:
 
 def _message(item: OllamaMessage, place: str) -> Message:
     refuse_images(item.images, f"{place}.images")
-    calls: list[dict[str, Any]] = [
-        {
-            "type": "function",
-            "id": call.id or "",
-            "function": {"name": call.function.name, "arguments": call.function.arguments},
-        }
-        for call in item.tool_calls or ()
-    ]
+    calls = [call_fields(call.function.name, call.function.arguments, call.id or "") for call in item.tool_calls or ()]
     return Message(
         item.role, item.content or "", tuple(calls), item.thinking or "", item.tool_name or "", item.tool_call_id or ""
     )

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse, dumps
-from mycli.runtime.server.ollama.card import loaded_reply
+from mycli.runtime.server.ollama.card import loaded_reply, utc_now
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now
+from mycli.runtime.server.ollama.request import OllamaRequest, shown_name
 from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, read_request

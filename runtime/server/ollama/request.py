@@ -5,7 +5,6 @@ the server's.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -13,7 +12,6 @@ from pydantic import BeforeValidator, Field
 from mycli.runtime.sampling.params import MAX_TEMPERATURE
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.settings import ServerState
-from mycli.runtime.server.ollama.card import utc_text
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.requests.fields import asks_nothing
 from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
@@ -236,11 +234,6 @@ def refuse_fields(body: OllamaGenerateRequest) -> None:
         if getattr(body, name):
             raise ApiError(400, f"{name}: is not supported{remedy}", "unsupported_parameter", param=name)
     refuse_images(body.images, "images")
-
-
-def utc_now() -> str:
-    """Return the time as Ollama writes it."""
-    return utc_text(datetime.now(UTC))
 
 
 def shown_name(body: ForModel, server: ServerState) -> str:

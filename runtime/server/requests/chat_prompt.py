@@ -141,19 +141,15 @@ def compare_prompts(
     shared = common_prefix_length(first[0], second[0])
     if shared == len(first[0]):
         return Difference(shared, len(first[0]), len(second[0]))
-
-    def spelled(ids: Sequence[int]) -> str:
-        return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
-
     # As many tokens as characters are needed, because nearly every token has a character.
     after = slice(shared, shared + AROUND)
     return Difference(
         shared,
         len(first[0]),
         len(second[0]),
-        spelled(second[0][max(shared - AROUND, 0) : shared])[-AROUND:],
-        spelled(first[0][after])[:AROUND],
-        spelled(second[0][after])[:AROUND],
+        tokenizer.spelled(second[0][max(shared - AROUND, 0) : shared])[-AROUND:],
+        tokenizer.spelled(first[0][after])[:AROUND],
+        tokenizer.spelled(second[0][after])[:AROUND],
         causes(first[1], second[1]),
     )
 

@@ -5,19 +5,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.body import parse_body, read_body
 from mycli.runtime.server.http.encoding import JsonResponse
-from mycli.runtime.server.http.errors import exception_handlers
-from mycli.runtime.server.http.guard import Guard
-from mycli.runtime.server.http.paths import other_paths
+from mycli.runtime.server.http.listing import anthropic_model, asks_anthropic, model_list, openai_model
+from mycli.runtime.server.http.routing import build_application
 from mycli.runtime.server.http.settings import ServerSettings, ServerState
 from mycli.runtime.server.ollama.card import NEVER, loaded_reply, running_entry, utc_text
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
@@ -70,15 +67,7 @@ RouterEndpoint = Callable[[Router, Request], Awaitable[Response]]
 def _described(slot: Slot, name: str) -> dict[str, Any]:
     model = slot.model
     return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "mycli",
-        "type": "base",
-        "root": model.name,
-        "context_length": model.context,
-        "max_model_len": model.context,
-        "max_context_length": model.context,
+        **openai_model(name, model.name, model.created, model.context),
         "state": slot.shown_state,
         "pinned": model.pinned,
         "memory_bytes": model.nbytes,
@@ -87,34 +76,22 @@ def _described(slot: Slot, name: str) -> dict[str, Any]:
     }
 
 
-def _described_anthropic(slot: Slot, name: str) -> dict[str, Any]:
-    created = utc_text(datetime.fromtimestamp(slot.model.created, UTC))
-    context = slot.model.context
-    return {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": created,
-        "lifecycle": "active",
-        "max_input_tokens": context,
-        "max_tokens": context,
-    }
+def _entry(slot: Slot, request: Request, name: str) -> dict[str, Any]:
+    if asks_anthropic(request):
+        return anthropic_model(name, slot.model.created, slot.model.context)
+    return _described(slot, name)
 
 
 async def list_models_with_state(router: Router, request: Request) -> Response:
     """List the models, each under all its names, with their state; in Anthropic's form with anthropic-version."""
     named = [(slot, name) for slot in router.pool.slots.values() for name in slot.model.names]
-    if "anthropic-version" in request.headers:
-        data = [_described_anthropic(slot, name) for slot, name in named]
-        return JsonResponse({"data": data, "first_id": named[0][1], "last_id": named[-1][1], "has_more": False})
-    return JsonResponse({"object": "list", "data": [_described(slot, name) for slot, name in named]})
+    return JsonResponse(model_list(request, [_entry(slot, request, name) for slot, name in named]))
 
 
 async def show_model_with_state(router: Router, request: Request) -> Response:
     """Show a model with its state."""
     name = request.path_params["name"]
-    describe = _described_anthropic if "anthropic-version" in request.headers else _described
-    return JsonResponse(describe(router.pool.find(name), name))
+    return JsonResponse(_entry(router.pool.find(name), request, name))
 
 
 async def _slot_in_body(router: Router, request: Request) -> tuple[Slot, bytes]:
@@ -199,7 +176,7 @@ async def all_running(router: Router, request: Request) -> Response:
             model = slot.model
             gpu_bytes = 0 if model.place == "cpu" else model.nbytes
             expires = router.pool.expiry(slot)
-            end = NEVER if expires is None else (datetime.now(UTC) + timedelta(seconds=expires)).isoformat()
+            end = NEVER if expires is None else utc_text(datetime.now(UTC) + timedelta(seconds=expires))
             entries.append(running_entry(model.card, model.name, model.nbytes, gpu_bytes, model.context, end))
     return JsonResponse({"models": entries})
 
@@ -259,18 +236,4 @@ ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
 
 def router_application(router: Router, log: Callable[[str], None]) -> ASGIApp:
     """Build the application. `log` receives one line per request that no model's server has logged."""
-
-    def bound(endpoint: RouterEndpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def call(request: Request) -> Response:
-            return await endpoint(router, request)
-
-        return call
-
-    routes = [
-        Route(spelled, bound(endpoint), methods=[method])
-        for method, path, endpoint in ROUTER_ROUTES
-        for spelled in (path, *other_paths(path))
-    ]
-    app = Starlette(routes=routes, exception_handlers=exception_handlers())
-    app.router.redirect_slashes = False  # an unknown path is 404, as in the server of one model
-    return Guard(app, router, log)
+    return build_application(router, ROUTER_ROUTES, log)

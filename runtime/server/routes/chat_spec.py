@@ -16,6 +16,7 @@ from mycli.runtime.server.requests.formats import ResponseFormat
 from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.parsing.reasoning_parser import prompt_end
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 from mycli.runtime.tokenizer.prompt_difference import PromptParts
@@ -79,8 +80,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
         # A prompt that fits leaves room for at least one token; one that does not is refused below.
         limit = min(limit, max(reply_room(service.context, len(ids)), 1))
     service.check_fits(ids, limit, spec.place)
-    # The last characters, more than an opening tag is long, say whether the reply begins inside the reasoning.
-    end = "" if spec.continued else service.spelled(ids[-16:])
+    end = "" if spec.continued else prompt_end(service.loaded.tokenizer, ids)  # the reply may begin inside a reasoning
     prelude = None if spec.continued else _prelude(service, spec, end)
     tool_format = service.tool_format
     if tools and (spec.choice == "required" or spec.constrained) and tool_format.json_syntax is None:
@@ -139,7 +139,7 @@ def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
     ids = service.chat_prompt(messages, spec.offered_tools, spec.arguments, place=spec.place)
     if spec.continued:
         last, form = spec.messages[-1], service.reasoning_format
-        opened = form.opened_by(service.spelled(ids[-16:]))
+        opened = form.opened_by(prompt_end(service.loaded.tokenizer, ids))
         if opened or last.reasoning:
             line = "" if form.header else "\n"
             thought = f"{last.reasoning}{line}" if last.reasoning else line

@@ -61,7 +61,7 @@ async def apply_template(service: Service, request: Request) -> Response:
     """Render a conversation with the chat template, control tokens spelled out."""
 
     def work(body: TokenizeRequest) -> Response:
-        return JsonResponse({"prompt": service.spelled(_ids(service, body))})
+        return JsonResponse({"prompt": service.loaded.tokenizer.spelled(_ids(service, body))})
 
     _, response = await read_request(service, request, TokenizeRequest, work)
     return response

@@ -112,7 +112,7 @@ def reasoning_format(tokenizer: "Tokenizer") -> ReasoningFormat:
 
 def prompt_end(tokenizer: "Tokenizer", prompt: Sequence[int]) -> str:
     """Return the last characters of a prompt, more than an opening mark is long, with control tokens spelled out."""
-    return b"".join(map(tokenizer.token_bytes, prompt[-_PROMPT_END:])).decode("utf-8", "replace")
+    return tokenizer.spelled(prompt[-_PROMPT_END:])
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def test_tools_that_cannot_be_called_are_left_out_and_named(scripted: Scripted, 
         omitted = "tool web_search, tool local_shell, grammar of tool apply_patch"
         assert answer.headers["x-mycli-omitted"] == omitted
         assert served.logged(1) and [line for line in served.log if omitted in line]
-        prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+        prompt = served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
         for name in ("read", "files.read", "apply_patch"):
             assert f'"name": "{name}"' in prompt
         assert "web_search" not in prompt and 'start: \\"x\\"' in prompt
@@ -88,7 +88,7 @@ def test_hundreds_of_tools_are_read(scripted: Scripted, reasoning: LoadedModel, 
     with scripted("Hi", model=reasoning, context=1 << 15) as served:
         answer = served.ask("POST", f"/v1/{route}", forms[route])
         assert answer.status == 200, answer.body
-        assert '"tool_299"' in served.service.spelled(served.service.worker.engine.prompts[-1])
+        assert '"tool_299"' in served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -134,7 +134,7 @@ def test_items_of_earlier_turns_are_read(scripted: Scripted, reasoning: LoadedMo
         answer = ask(served, input=items, tools=CODEX_TOOLS)
         assert answer.status == 200, answer.body
         assert "item web_search_call, item compaction, item tool_search_call" in answer.headers["x-mycli-omitted"]
-        prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+        prompt = served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
         for part in ('files.read:{"path": "a"}', "one", 'apply_patch:{"input": "***"}', "two", '"ls"', "three", "not."):
             assert part in prompt
         unknown = ask(served, input=[{"type": "telepathy", "call_id": "c"}])
@@ -146,7 +146,7 @@ def test_an_item_may_be_named_instead_of_sent(scripted: Scripted, reasoning: Loa
         (item,) = ask(served).json["output"]
         talk = [{"role": "user", "content": "Go"}, {"type": "item_reference", "id": item["id"]}]
         assert ask(served, input=[*talk, {"role": "user", "content": "Sure?"}]).status == 200
-        assert "Tokyo it is." in served.service.spelled(served.service.worker.engine.prompts[-1])
+        assert "Tokyo it is." in served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
         (private,) = ask(served, store=False).json["output"]
         for name in (private["id"], "msg_0"):
             answer = ask(served, input=[{"type": "item_reference", "id": name}])
@@ -273,7 +273,7 @@ def test_anthropic_server_tools_and_documents(scripted: Scripted, reasoning: Loa
         assert answer.status == 200, answer.body
         assert answer.headers["x-mycli-omitted"].startswith("tool web_search_20250305, tool bash_20250124, block ")
         assert set(answer.json["content"][0]) == {"type", "text"}  # no citations: null
-        prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+        prompt = served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
         assert "Notes\nLeo is 9." in prompt and "Ages\nx.org\nAda is 7." in prompt and "bash" not in prompt
         forced = served.ask("POST", "/v1/messages", {**body, "tool_choice": {"type": "tool", "name": "bash"}})
         assert forced.status == 400 and forced.error["param"] == "tool_choice"

@@ -140,7 +140,7 @@ def test_an_image_in_the_result_of_a_tool_does_not_end_the_conversation(
             answer = served.ask("POST", f"/v1/{route}", body)
             assert answer.status == 200, answer.body
             assert omitted in answer.headers["x-mycli-omitted"]
-            prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+            prompt = served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
             assert "Seen.\n[" in prompt and "left out, this model reads text only]" in prompt
         shown = {**question, "content": [picture]}  # what a user sends is refused: a reply without it would be wrong
         assert served.ask("POST", "/v1/chat/completions", {"messages": [shown]}).status == 400

@@ -321,7 +321,7 @@ def test_calls_that_are_no_json_do_not_end_a_conversation(
     with scripted("ok", model=reasoning) as served:
         for route, body in (("chat/completions", {"messages": turns}), ("responses", {"input": items})):
             assert served.ask("POST", f"/v1/{route}", body).status == 200
-            prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+            prompt = served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
             assert f"<tool_call>f:{written}</tool_call>" in prompt
 
 
