@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mycli.quant.evaluate import STREAM_BYTES, token_divergence
+from mycli.quant.evaluate import STREAM_BYTES, require_same_vocabulary, token_divergence
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.engine.replies.completion import Completion

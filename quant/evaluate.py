@@ -159,9 +159,7 @@ def evaluate_each(
             raise UsageError(
                 f"windows of {context} tokens exceed the model's context of {config.max_context}", code="less-context"
             )
-        if config.vocab_size != models[0].config.vocab_size:
-            sizes = f"{models[0].config.vocab_size} and {config.vocab_size}"
-            raise UsageError(f"models with vocabularies of {sizes} tokens cannot be compared", "")
+        require_same_vocabulary(models[0].config, config)
     row_bytes = context * sum(streamed.config.stream_width * streamed.placement.dtype.itemsize for streamed in every)
     scores: list[list[dict[str, Tensor]]] = [[] for _ in models]
     at_once = max(1, STREAM_BYTES // row_bytes)
@@ -181,6 +179,13 @@ def evaluate_each(
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
 
 
+def require_same_vocabulary(first: ModelConfig, second: ModelConfig) -> None:
+    """Raise UsageError for models whose predictions cannot be compared."""
+    if first.vocab_size != second.vocab_size:
+        sizes = f"{first.vocab_size} and {second.vocab_size}"
+        raise UsageError(f"models with vocabularies of {sizes} tokens cannot be compared", "")
+
+
 def _evaluation(model: ScoredModel, text: TokenWindows, scores: Sequence[dict[str, Tensor]]) -> Evaluation:
     columns = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}  # [windows, context - 1]
     windows, context = text.windows.shape
@@ -191,7 +196,7 @@ def _evaluation(model: ScoredModel, text: TokenWindows, scores: Sequence[dict[st
         context=context,
         scored_tokens=windows * (context - 1),
         begins_with_bos=text.begins_with_bos,
-        dtype=str(model.placement.dtype).removeprefix("torch."),
+        dtype=model.placement.dtype_name,
         text_sha256=text.sha256,
     )
 

@@ -263,7 +263,7 @@ class _Copy:
             measured = measure_result(original, result, work.report, progress, head=head)
         files = model_card.digests(filter(Path.is_file, writer.folder.rglob("*")), writer.folder)
         record = model_card.encode(
-            recipe={**asdict(work.recipe), "group": "channel" if work.recipe.group is None else work.recipe.group},
+            recipe=work.recipe.record,
             calibration=self.calibration,
             source=work.source,
             stored=work.stored,

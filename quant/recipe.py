@@ -1,8 +1,8 @@
 """The recipe of a quantization, and which linears of a model it quantizes how. Shapes only; imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mycli.quant import solvers, transforms
 from mycli.quant.solvers import SolverSpec
@@ -97,6 +97,11 @@ class Recipe:
                 code="tune-with-data",
                 data={"method": solvers.DEFAULT},
             )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return {**asdict(self), "group": "channel" if self.group is None else self.group}
 
     @property
     def transform(self) -> str | None:

@@ -1,5 +1,6 @@
 """Compares what another program reads from a model with the expected weights, and its logits with ours."""
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -109,10 +110,11 @@ def verify_reading(
 
 
 def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
-    if tuple(values.shape) != read.shape and values.numel() == _count(read.shape) and values.dim() == len(read.shape):
-        return Fault(name, None, f"has shape {list(read.shape)}, expected {list(values.shape)}: transposed")
-    if values.numel() != _count(read.shape):
-        return Fault(name, None, f"has shape {list(read.shape)}, expected {list(values.shape)}")
+    shapes = f"has shape {list(read.shape)}, expected {list(values.shape)}"
+    if values.numel() != math.prod(read.shape):
+        return Fault(name, None, shapes)
+    if values.dim() == len(read.shape) and tuple(values.shape) != read.shape:
+        return Fault(name, None, f"{shapes}: transposed")
     dtype = getattr(torch, read.dtype)
     rows = values.float().to(dtype).reshape(-1, values.shape[-1]) if values.dim() > 1 else values.to(dtype).view(1, -1)
     if len(rows) != len(read.rows):
@@ -125,13 +127,6 @@ def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
     moved = sorted(ours) == sorted(read.rows)
     what = "rows in another order" if moved else "other values"
     return Fault(name, wrong[0], f"{what} in {len(wrong)} of {len(ours)} rows, first in row {wrong[0]}")
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _folder_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:

@@ -250,7 +250,7 @@ def doctor(
     answer = {
         "facts": dict(facts),
         "device": str(placement.device),
-        "dtype": str(placement.dtype).removeprefix("torch."),
+        "dtype": placement.dtype_name,
         "path": dict(_path(placement)),
         "bandwidth_gb_per_second": bandwidth,
         "best_bandwidth_gb_per_second": best,

@@ -1,5 +1,6 @@
 """`mycli eval`: the perplexity of a model on a text, and its divergence from another model."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from mycli.cli.text.format import quality_rows
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.plan import MemoryPlan
@@ -92,10 +94,7 @@ def _sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", t
             model = StreamedModel(folder, replace(placement, kv=kind))
             result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)
         results.append({"kv": label, "bytes_per_token": size, **asdict(result)})
-    call.out.show({"model": name, "sweep": results}, _SWEEP_COLUMNS, rows="sweep")
-    if not call.out.json_mode:
-        windows = pluralize(results[0]["windows"], "window")
-        call.out.note(f"{windows} of {text.windows.shape[1]} tokens, compared with {results[0]['kv']}")
+    _show_sweep(call, {"model": name, "sweep": results}, _SWEEP_COLUMNS, results[0]["kv"])
 
 
 def _sweep_activations(
@@ -115,10 +114,25 @@ def _sweep_activations(
             f"{names[0]} has no packed weights that CPU kernels multiply in bf16", "--activations-sweep compares those"
         )
     results = [{"activations": bits, **asdict(result)} for bits, result in measured.items()]
-    call.out.show({"model": names[0], "reference": names[-1], "sweep": results}, _ACTIVATION_COLUMNS, rows="sweep")
+    answer = {"model": names[0], "reference": names[-1], "sweep": results}
+    _show_sweep(call, answer, _ACTIVATION_COLUMNS, f"{names[-1]} in float32")
+
+
+def _show_sweep(call: Call, answer: dict[str, Any], columns: Sequence[Column], against: str) -> None:
+    call.out.show(answer, columns, rows="sweep")
     if not call.out.json_mode:
-        windows = pluralize(results[0]["windows"], "window")
-        call.out.note(f"{windows} of {text.windows.shape[1]} tokens, compared with {names[-1]} in float32")
+        first = answer["sweep"][0]
+        windows = pluralize(first["windows"], "window")
+        call.out.note(f"{windows} of {first['context']} tokens, compared with {against}")
+
+
+def _check_options(engine: EngineConfig, ref: str | None, kv_sweep: bool, activations_sweep: bool) -> None:
+    if engine.portable and (kv_sweep or activations_sweep):
+        raise UsageError("--portable-bits measures one precision", "omit --kv-sweep and --activations-sweep")
+    if activations_sweep and (kv_sweep or engine.activations != "auto"):
+        raise UsageError("--activations-sweep excludes --kv-sweep and --activations", "omit them")
+    if kv_sweep and (ref is not None or engine.kv != "auto"):
+        raise UsageError("--kv-sweep excludes --ref and --kv: it compares the model with itself", "omit --ref and --kv")
 
 
 @command
@@ -156,12 +170,7 @@ def evaluate(
 
     loading = LoadFlags(device=device, dtype=dtype, kv=kv, activations=activations, portable_bits=portable_bits)
     engine = replace(loading, fp8_prompts=fp8_prompts).resolve()
-    if portable_bits and (kv_sweep or activations_sweep):
-        raise UsageError("--portable-bits measures one precision", "omit --kv-sweep and --activations-sweep")
-    if activations_sweep and (kv_sweep or engine.activations != "auto"):
-        raise UsageError("--activations-sweep excludes --kv-sweep and --activations", "omit them")
-    if kv_sweep and (ref is not None or engine.kv != "auto"):
-        raise UsageError("--kv-sweep excludes --ref and --kv: it compares the model with itself", "omit --ref and --kv")
+    _check_options(engine, ref, kv_sweep, activations_sweep)
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]

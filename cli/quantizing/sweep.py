@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,8 +154,7 @@ def _is_finished(folder: Path, work: "QuantizationPlan", shared: "SharedWork") -
     record = _record(folder)
     if record is None:
         return False
-    group = "channel" if work.recipe.group is None else work.recipe.group
-    recipe = json.loads(json.dumps({**asdict(work.recipe), "group": group}))
+    recipe = json.loads(json.dumps(work.recipe.record))
     sizes = {path.name: path.stat().st_size for path in work.folder.source_files()}
     files = record.object("source").object("files")
     known = {name: files.object(name).integer("bytes", low=0, high=1 << 50) for name in files.values}

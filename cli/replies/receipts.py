@@ -94,7 +94,7 @@ def _name(opened: "OpenedModel") -> str:
 
 def _settings(opened: "OpenedModel", loading: LoadFlags) -> dict[str, Any]:
     # The choices that "auto" made: another machine may make others, and a difference would then have the wrong cause.
-    chosen = str(opened.placement.dtype).removeprefix("torch.")
+    chosen = opened.placement.dtype_name
     short = next(short for short, name in FLOATS.items() if name == chosen)
     fixed = replace(loading, dtype=short, context=opened.engine.context)
     return {"device": opened.placement.device.type, **{name: getattr(fixed, name) for name in _SETTINGS}}

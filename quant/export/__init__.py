@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+from mycli.quant.declarations import file_names
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, UsageError
@@ -58,7 +59,7 @@ class ExportTarget(Protocol):
 
 
 def targets() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return file_names(__path__)
 
 
 def find_export_target(name: str) -> tuple[ExportTarget, str]:

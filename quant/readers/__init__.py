@@ -6,7 +6,6 @@ every weight, and logits.
 
 import importlib
 import json
-import pkgutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
+from mycli.quant.declarations import file_names
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.utils.json_fields import read_object
 
@@ -69,8 +69,7 @@ class ReaderModule(Protocol):
 
 
 def names() -> list[str]:
-    modules = [module.name for module in pkgutil.iter_modules(__path__)]
-    return sorted(name.replace("_cpp", ".cpp").replace("_", "-") for name in modules if not name.startswith("_"))
+    return sorted(name.replace("_cpp", ".cpp").replace("_", "-") for name in file_names(__path__))
 
 
 def load(name: str) -> ReaderModule:

@@ -24,7 +24,16 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_info(dtype: torch.dtype) -> DtypeInfo:
     """Return the names of a torch dtype. Raises KeyError if model files have no such dtype."""
-    return BY_NAME[str(dtype).removeprefix("torch.")]
+    return BY_NAME[dtype_name(dtype)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def decline_dtype(dtype: torch.dtype) -> Declined:
+    """Return the reason of a kernel or pass that does not compute with activations of `dtype`."""
+    return Declined("activation-dtype", {"dtype": dtype_name(dtype)})
 
 
 @dataclass(frozen=True)
@@ -141,8 +150,8 @@ def _check_prompt_copy(kind: PromptCopy, device: torch.device, dtype: torch.dtyp
     if kind != "fp8":
         return
     if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise UsageError(f"8-bit products return bfloat16, and activations are {name}", code="other-prompt-copy")
+        message = f"8-bit products return bfloat16, and activations are {dtype_name(dtype)}"
+        raise UsageError(message, code="other-prompt-copy")
     if not multiplies_fp8(device):
         needed = "{}.{}".format(*OLDEST_FP8)
         raise ResourceError(f"8-bit products need compute capability {needed}", code="other-prompt-copy")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.engine.passes.device_sequences import DeviceSequences
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.engine.passes.plain import prompt_kinds
@@ -69,7 +70,7 @@ class CapturedStep:
     def compile(cls, model: Transformer, kv: KvDtype = "auto") -> "CapturedStep | Declined":
         """Return the step of a loaded model, or why its operations cannot be captured."""
         if model.dtype not in ACTIVATION_DTYPES:
-            return Declined("activation-dtype", {"dtype": str(model.dtype).removeprefix("torch.")})
+            return decline_dtype(model.dtype)
         if any(isinstance(block.mlp, StreamedExperts) for block in model.layers()):
             return Declined("streamed-experts")
         if (declined := decline_captured(model.config)) is not None:

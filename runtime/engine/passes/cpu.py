@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
+from mycli.runtime.device.placement import decline_dtype, dtype_name
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.engine.passes.cpu_parts import native_head, native_part
 from mycli.runtime.errors import Declined
@@ -333,8 +334,8 @@ def _library(device: torch.device, dtype: torch.dtype, kv: KvDtype) -> Native | 
     if device.type != "cpu":
         return Declined("not-on-cpu", {"device": str(device)})
     if dtype != torch.bfloat16:
-        return Declined("activation-dtype", {"dtype": str(dtype).removeprefix("torch.")})
+        return decline_dtype(dtype)
     cached = cache_dtype(kv, dtype)
     if cached not in (torch.bfloat16, torch.int8, PACKED):
-        return Declined("cache-dtype", {"dtype": str(cached).removeprefix("torch.")})
+        return Declined("cache-dtype", {"dtype": dtype_name(cached)})
     return build.native()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.engine.passes.fused_models import decline_config, norms_all_heads
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
@@ -197,8 +198,7 @@ class FusedStep:
     def compile(cls, model: Transformer, kv: KvDtype = "auto") -> "FusedStep | Declined":
         """Build the fused pass of a loaded model, or return why it has none."""
         if model.dtype not in (torch.bfloat16, torch.float16):
-            dtype = str(model.dtype).removeprefix("torch.")
-            return Declined("activation-dtype", {"dtype": dtype})
+            return decline_dtype(model.dtype)
         declined = decline_config(model.config, kv)
         if declined is not None:
             return declined

@@ -11,6 +11,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
@@ -172,7 +173,7 @@ def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Operands
     if len(matmuls) < len(weights) or len({matmul.form for matmul in matmuls}) > 1:
         return _UNLIKE_PACKED
     if dtype not in (*ROW_TYPES, torch.float16):
-        return Declined("activation-dtype", {"dtype": dtype})
+        return decline_dtype(dtype)
     return matmuls[0].form[:2], [matmul.address for matmul in matmuls]
 
 
@@ -181,7 +182,7 @@ def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tens
     if len(matmuls) < len(weights) or len({matmul.form for matmul in matmuls}) > 1:
         return _UNLIKE_TABLES
     if dtype not in (*ROW_TYPES, torch.float16):
-        return Declined("activation-dtype", {"dtype": dtype})
+        return decline_dtype(dtype)
     if int(starts.diff().max()) > MAX_DECODED_ROWS:
         return _MANY_ROWS
     return matmuls[0].shape, [matmul.address for matmul in matmuls]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
@@ -40,7 +41,7 @@ def _decline(
     if device.type != "cpu":
         return Declined("not-on-cpu", {"device": device})
     if dtype not in dtypes:
-        return Declined("activation-dtype", {"dtype": dtype})
+        return decline_dtype(dtype)
     if in_features % _INPUTS:
         return Declined("inputs-not-multiple", {"inputs": in_features, "multiple": _INPUTS})
     return None

@@ -4,6 +4,7 @@ import platform
 
 import torch
 
+from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES
@@ -20,7 +21,7 @@ def decline_portable(device: torch.device, dtype: torch.dtype) -> Declined | Non
     if device.type != "cpu":
         return Declined("not-on-cpu", {"device": device})
     if dtype != torch.bfloat16:
-        return Declined("activation-dtype", {"dtype": str(dtype).removeprefix("torch.")})
+        return decline_dtype(dtype)
     library = build.native()
     if isinstance(library, Declined):
         return library

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import Stored
-from mycli.runtime.device.placement import decline_packed
+from mycli.runtime.device.placement import decline_dtype, decline_packed
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, chip_of
@@ -75,7 +75,7 @@ def decline_prompts(kind: PromptKind) -> Declined | None:
 def decline_paged(device: torch.device, dtype: torch.dtype, block_size: int, width: int) -> Declined | None:
     """Return why queries of `dtype` do not attend to sequences of `width` blocks on a device, or None if they do."""
     if dtype not in ACTIVATION_DTYPES:
-        return Declined("activation-dtype", {"dtype": str(dtype).removeprefix("torch.")})
+        return decline_dtype(dtype)
     if width > 1 and block_size % KEY_BLOCK:
         return Declined("cache-block-size", {"size": block_size})
     return _decline_device(device)

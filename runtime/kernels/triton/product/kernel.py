@@ -7,7 +7,7 @@ from threading import Lock
 
 import torch
 
-from mycli.runtime.device.placement import decline_packed
+from mycli.runtime.device.placement import decline_dtype, decline_packed
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
@@ -74,7 +74,7 @@ class TritonKernel:
         if find_spec("triton") is None:
             return Declined("triton-not-installed")
         if dtype not in ACTIVATION_DTYPES:
-            return Declined("activation-dtype", {"dtype": dtype})
+            return decline_dtype(dtype)
         stored = gpu_packing(packing)
         if stored is None:
             return Declined("packing-group-not-multiple", {"packing": packing.name, "multiple": 16})
