@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined, ModelError
-from mycli.runtime.kernels import recurrent, reference
+from mycli.runtime.kernels import recurrent, reference, reference_attention
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
 from mycli.runtime.kernels.cpu.elementwise import (
     native_clamped_swiglu,
@@ -132,10 +132,10 @@ XIELU: Operation[[Tensor, Sequence[Tensor]], Tensor] = Operation("xIELU", (refer
 ATTENTION: Operation[
     [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None, int | None], Tensor
 ]
-ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
+ATTENTION = Operation("attention", (attend_cached, reference_attention.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks",
-    (attend_paged, _late("kernels.triton.paged_attention", "triton_attend_paged"), reference.attend_gathered),
+    (attend_paged, _late("kernels.triton.paged_attention", "triton_attend_paged"), reference_attention.attend_gathered),
 )
 # Without the last resort: on a GPU gathered blocks and torch's attention are faster than the reference.
 PROMPT_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
@@ -146,7 +146,7 @@ LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Ten
     (
         _late("kernels.cpu.latent", "native_latent_attention"),
         _late("kernels.triton.latent", "triton_latent_attention"),
-        reference.attend_latent,
+        reference_attention.attend_latent,
     ),
 )
 HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]

@@ -46,7 +46,7 @@ class _Indices(NamedTuple):
 
 
 def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor | Declined:
-    """`reference.attend_gathered` for bf16 or fp32 queries, keys and values of one layout with contiguous vectors."""
+    """`attend_gathered` for bf16 or fp32 queries, keys and values of one layout with contiguous vectors."""
     # Sums are fp32, in an order fixed by positions: a row's bits depend on neither the other rows, how the prompt was
     # split, the block size, nor the number of threads. Raises ValueError if a length does not fit its blocks.
     starts, lengths, table = ragged.starts, ragged.lengths, ragged.block_table
@@ -73,7 +73,7 @@ def attend_cached(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor | Declined:
-    """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim]."""
+    """`attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim]."""
     # The new tokens are the last of keys and values, so that `window` says what `mask` would.
     if (declined := _declined(query, keys)) is not None:
         return declined

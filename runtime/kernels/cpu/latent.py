@@ -51,7 +51,7 @@ def decline_latent(rank: int, rope_dim: int) -> Declined | None:
 def native_latent_attention(
     query: Tensor, rotated_query: Tensor, latents: Stored, rotated: Stored, ragged: Ragged, scale: float
 ) -> Tensor | Declined:
-    """`reference.attend_latent` for bf16 or fp32 queries and contiguous caches."""
+    """`attend_latent` for bf16 or fp32 queries and contiguous caches."""
     # Sums are those of `cpu.attention`: a row's bits depend on neither the other rows nor how the prompt was split.
     indices = ragged.starts, ragged.lengths, ragged.block_table
     if not query.is_cpu or not latents.data.is_cpu:

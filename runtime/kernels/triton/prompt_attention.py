@@ -20,7 +20,7 @@ from triton.language import constexpr
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
-from mycli.runtime.kernels.reference import attend_gathered
+from mycli.runtime.kernels.reference_attention import attend_gathered
 from mycli.runtime.kernels.triton.attention import NARROWEST_HEAD, launch_paged_attention
 from mycli.runtime.kernels.triton.cache_codes import convert_int8, convert_int8_words, converted
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows

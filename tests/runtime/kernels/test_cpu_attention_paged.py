@@ -18,7 +18,7 @@ from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import attend_paged
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.reference import attend_gathered as twin
+from mycli.runtime.kernels.reference_attention import attend_gathered as twin
 from tests.support.random_tensors import normal
 
 # Relative RMS error of the result, caused by fp32 sums.

@@ -8,7 +8,7 @@ import torch
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
 from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.reference import attend_gathered
+from mycli.runtime.kernels.reference_attention import attend_gathered
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.attention import attention_mask

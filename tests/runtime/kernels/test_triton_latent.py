@@ -6,7 +6,7 @@ import torch
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Ragged
-from mycli.runtime.kernels.reference import attend_latent
+from mycli.runtime.kernels.reference_attention import attend_latent
 from mycli.runtime.kernels.triton.latent import launch_latent_attention, triton_latent_attention
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from tests.support.random_tensors import normal

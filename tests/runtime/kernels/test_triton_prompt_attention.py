@@ -8,7 +8,7 @@ import torch
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import PromptKind, Ragged, Scoring
-from mycli.runtime.kernels.reference import attend_gathered
+from mycli.runtime.kernels.reference_attention import attend_gathered
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from tests.runtime.kernels.test_triton_attention import paged, shuffled
 from tests.support.random_tensors import normal

@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels import reference
+from mycli.runtime.kernels import reference_attention
 from mycli.runtime.kernels.cpu.latent import native_latent_attention
 from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.kernels.registry import prepare_product
@@ -60,7 +60,7 @@ def test_kernel_equals_the_reference(cache: torch.dtype, shape: tuple[int, int, 
     rotated = Stored.of(torch.randn(32, 1, size, rope_dim) * 5, cache)
     query, rotated_query = torch.randn(sum(counts), heads, rank), torch.randn(sum(counts), heads, rope_dim)
     arguments = (query, rotated_query, latents, rotated, ragged, rank**-0.5)
-    found, expected = native_latent_attention(*arguments), reference.attend_latent(*arguments)
+    found, expected = native_latent_attention(*arguments), reference_attention.attend_latent(*arguments)
     if isinstance(found, Declined):
         pytest.skip(found.code)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -7,7 +7,7 @@ import torch
 
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.kernels import reference
+from mycli.runtime.kernels import reference_attention
 from mycli.runtime.layers import attention
 from mycli.runtime.layers.attention import PagedAttention, PromptAttention
 from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec
@@ -28,7 +28,7 @@ def test_chunks_see_what_whole_prompts_see(window: int | None, sinks: bool, monk
     key, value = (normal(1, TOKENS, KV_HEADS, HEAD_DIM, seed=seed) for seed in (1, 2))
     extra = normal(HEADS, seed=3) if sinks else None
     expected = PromptAttention().attend(0, query, (key, value), spec, extra)
-    widths, attend = set(), reference.attend_dense
+    widths, attend = set(), reference_attention.attend_dense
 
     def watched(*arguments: object) -> torch.Tensor:
         mask = arguments[3]
