@@ -189,14 +189,17 @@ def _numbers(section: Fields, key: str) -> tuple[float, ...]:
     return tuple(Fields({key: value}, section.source).number(key, low=1e-3, high=1e6) for value in values)
 
 
+def yarn_magnitude(mscale: float, factor: float) -> float:
+    """Return the factor by which queries and keys grow with that of the context (arXiv 2309.00071)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(section: Fields, factor: float) -> float:
     """Return the multiplier of cos and sin: as given, from mscale (DeepSeek), or by arXiv 2309.00071."""
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if section.has("attention_factor"):
         return section.number("attention_factor", low=1e-6)
     mscale, mscale_all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
     # A 0 counts as absent, as in transformers: Megatron writes mscale_all_dim = 0.
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+    if mscale and mscale_all_dim:
+        return yarn_magnitude(mscale, factor) / yarn_magnitude(mscale_all_dim, factor)
+    return yarn_magnitude(1.0, factor)

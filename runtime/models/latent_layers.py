@@ -1,12 +1,12 @@
 """Builds layers with latent attention from the config keys of DeepSeek-V2 and its relatives."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import MoeLayers
+from mycli.runtime.models.hf_rope import yarn_magnitude
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, NormSpec
@@ -91,9 +91,7 @@ def read_latent(raw: Fields, **options: Any) -> LatentLayers:
 
 
 def _magnitude(raw: Fields) -> float:
-    # YaRN (arXiv 2309.00071) with `mscale_all_dim`: queries and keys grow with the logarithm of the factor.
     section = raw.object("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
     if section.text("rope_type", section.text("type", "default")) == "default" or not section.has("mscale_all_dim"):
         return 1.0
-    factor = section.number("factor", 1.0, low=1e-3, high=1e6)
-    return 0.1 * section.number("mscale_all_dim", low=0.0) * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return yarn_magnitude(section.number("mscale_all_dim", low=0.0), section.number("factor", 1.0, low=1e-3, high=1e6))

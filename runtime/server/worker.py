@@ -21,7 +21,7 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import UserError, summarize_error
 from mycli.runtime.kernels.cpu.threads import release_threads
 from mycli.runtime.server.delivery import Delivery
-from mycli.runtime.server.http.api_error import ApiError, from_user_error, internal_error
+from mycli.runtime.server.http.api_error import ApiError, from_user_error, internal_error, shutting_down
 from mycli.runtime.server.metrics import Metrics
 
 # How long the next step on the CPU may wait until the tokens of the last one are delivered. Text thread and event loop
@@ -128,7 +128,7 @@ class EngineWorker:
         Raises ApiError if the queue is full or the engine has failed.
         """
         if self.failed:
-            raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
+            raise self._failure()
         call = f"call {next(self._calls)}"  # its prompts take turns with other requests as one
         groups = [
             [Ticket(request, reader, delivery, recorded=records.get(reader.index)) for reader in readers]
@@ -148,7 +148,7 @@ class EngineWorker:
         if self.dead:  # it died after the check above, and has not seen these tickets
             for ticket in tickets:
                 self._end(ticket, "error")
-            raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
+            raise self._failure()
 
         def enter() -> None:
             for group in groups:
@@ -156,6 +156,9 @@ class EngineWorker:
 
         self._commands.put(enter)
         return tickets
+
+    def _failure(self) -> ApiError:
+        return ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Stop replies whose client has disconnected."""
@@ -167,8 +170,7 @@ class EngineWorker:
         """End all replies with an error: the server shuts down."""
         with self._lock:
             tickets = list(self._tickets)
-        error = ApiError(503, "the server is shutting down", "shutting_down")
-        self._commands.put(lambda: self._fail(tickets, error))
+        self._commands.put(lambda: self._fail(tickets, shutting_down()))
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
