@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.memory.estimate import Estimate, estimate, longest_context
+from mycli.runtime.memory.estimate import estimate, longest_context
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
@@ -104,17 +104,14 @@ def _changes(plan: MemoryPlan, free: int) -> Iterator[_Change]:
         yield shorter
 
 
-def preflight(plan: MemoryPlan, free: int, place: str, started: bool = True) -> Estimate:
-    """Return the estimate of `plan`. Raises ResourceError if it does not fit, with the smallest change that does.
+def preflight(plan: MemoryPlan, free: int, place: str) -> None:
+    """Raise ResourceError if `plan` does not fit, with the smallest change that does.
 
-    `place`: the name of the memory (`cuda:0`, `main memory`); `started`: as in `longest_context`.
+    `free`: bytes that are free while this process runs; `place`: the name of the memory (`cuda:0`, `main memory`).
     """
     result = estimate(plan)
-    if started:
-        free += result.runtime
-    if result.total > free:
-        raise shortage(plan, free, place)
-    return result
+    if result.needed > free:
+        raise shortage(plan, free + result.runtime, place)
 
 
 def shortage(plan: MemoryPlan, free: int, place: str) -> ResourceError:
