@@ -4,7 +4,7 @@ Errors that need no weights (name, config, adapter, context) are raised before t
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.model_runner import CacheShape
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.speculative.proposers import Proposer
+    from mycli.runtime.speculative.speculator import ProposerSpeculator
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 
@@ -86,7 +87,12 @@ def open_folder(
         from mycli.runtime.engine.loading.loader import out_of_memory, plan_memory
     if first:
         gc_freeze()
-    draft = _draft_folder(folder, config.draft, offline)
+
+    def open_draft(name: str) -> ModelFolder:
+        with _errors_about(name):
+            return open_model_folder(resolve(name, offline=offline).folder)
+
+    draft = draft_folder(folder, config.draft, open_draft)
     placement = config.place(folder.config)
     report.placed(placement)
     plan = plan_memory(folder, placement, config, draft)
@@ -123,25 +129,7 @@ def _build(
     )
     speculator = None
     if config.draft is not None:
-        from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS, AdaptiveDraftLength
-        from mycli.runtime.speculative.speculator import ProposerSpeculator
-
-        proposer = _proposer(config.draft, draft, loaded, shape)
-        cost = proposer.relative_cost
-        # On a GPU each length has graphs of its own, whose memory is counted for short ones.
-        lengths = LENGTHS if cost or placement.device.type == "cuda" else LONG_LENGTHS
-        noted = list[str]()
-
-        def note_once(text: str) -> None:  # there is a policy for each number of sequences, and all say the same
-            if not noted:
-                noted.append(text)
-                report.note(text)
-
-        speculator = ProposerSpeculator(
-            proposer,
-            lambda: AdaptiveDraftLength(cost, note_once, lengths),
-            pipelined=placement.device.type == "cuda",
-        )
+        speculator = _speculator(_proposer(config.draft, draft, loaded, shape), placement, report)
     store = None
     if config.prefix_folder is not None:
         store = _prefix_store(config.prefix_folder, config.prefix_bytes, folder, loaded, plan.context, report)
@@ -158,6 +146,23 @@ def _build(
 
         warm_up(engine)
     return OpenedModel(source, placement, plan, loaded, engine)
+
+
+def _speculator(proposer: "Proposer", placement: "Placement", report: OpenReport) -> "ProposerSpeculator":
+    from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS, AdaptiveDraftLength
+    from mycli.runtime.speculative.speculator import ProposerSpeculator
+
+    cost, gpu = proposer.relative_cost, placement.device.type == "cuda"
+    # On a GPU each length has graphs of its own, whose memory is counted for short ones.
+    lengths = LENGTHS if cost or gpu else LONG_LENGTHS
+    noted = list[str]()
+
+    def note_once(text: str) -> None:  # there is a policy for each number of sequences, and all say the same
+        if not noted:
+            noted.append(text)
+            report.note(text)
+
+    return ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, note_once, lengths), pipelined=gpu)
 
 
 def _proposer(name: str, draft: ModelFolder | None, loaded: "LoadedModel", shape: "CacheShape") -> "Proposer":
@@ -210,22 +215,22 @@ def check_context(folder: ModelFolder, context: int | None) -> None:
         raise UsageError(f"context of {context} tokens: {problem}", f"choose between 2 and {longest}")
 
 
-def mtp_head(folder: ModelFolder) -> ModelFolder:
-    """Return the folder's multi-token prediction head. Raises ModelError if it has none."""
+def draft_folder(
+    folder: ModelFolder, draft: str | None, open_other: Callable[[str], ModelFolder]
+) -> ModelFolder | None:
+    """Return the folder of `EngineConfig.draft`: the MTP head of `folder`, or another model, which `open_other` opens.
+
+    None if no model drafts. Raises ModelError for a head that `folder` does not have.
+    """
+    if draft is None or draft == NGRAM:
+        return None
+    if draft != MTP:
+        return open_other(draft)
     if folder.mtp_head is None:
         kind = folder.config.model_type
         cause = f"{kind} models have none" if folder.config.mtp is None else "the folder has no mtp.* tensors"
         raise ModelError(f"no multi-token prediction head: {cause}", code="other-draft")
     return folder.mtp_head
-
-
-def _draft_folder(folder: ModelFolder, draft: str | None, offline: bool) -> ModelFolder | None:
-    if draft is None or draft == NGRAM:
-        return None
-    if draft == MTP:
-        return mtp_head(folder)
-    with _errors_about(draft):
-        return open_model_folder(resolve(draft, offline=offline).folder)
 
 
 def _tokenizer(folder: ModelFolder, options: TemplateOptions) -> "Tokenizer | None":

@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.device.disk import ASSUMED, read_rate
 from mycli.runtime.device.probe import Target, find_target
-from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loading.sizing import requested_plan
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import state_dir
@@ -25,7 +25,7 @@ from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import with_fitting_experts
-from mycli.runtime.open import check_context, mtp_head
+from mycli.runtime.open import check_context, draft_folder
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.units import human_bytes
 
@@ -156,10 +156,7 @@ def _verify(call: Call, subject: EstimateSubject, engine: EngineConfig, toleranc
 
 def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, *, gpu: bool) -> MemoryPlan:
     check_context(folder, engine.context)
-    if engine.draft == MTP:
-        draft: ModelFolder | None = mtp_head(folder)
-    else:
-        draft = None if engine.draft in (None, NGRAM) else open_config(call, engine.draft)
+    draft = draft_folder(folder, engine.draft, lambda name: open_config(call, name))
     return requested_plan(folder, engine, draft, gpu=gpu)
 
 

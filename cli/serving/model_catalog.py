@@ -19,13 +19,13 @@ from mycli.cli.main import find_command, option_keys
 from mycli.runtime.checkpoint.gguf_parts import part_number
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import memory
-from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loading.sizing import fitting_plan, requested_plan
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.names import is_path
 from mycli.runtime.hub.store import BUILT_IN, state_dir
 from mycli.runtime.memory.estimate import estimate
-from mycli.runtime.open import check_context, mtp_head
+from mycli.runtime.open import check_context, draft_folder
 from mycli.runtime.server.ollama.card import ModelCard, model_card
 from mycli.runtime.server.router.model import ROUTER_BYTES, SERVER_BYTES, RoutedModel
 from mycli.runtime.utils.files import expand_user
@@ -183,11 +183,7 @@ class Catalog:
         # The context that the model gets, its bytes and its description.
         folder = adapted(self.call, open_config(self.call, request.source, fetch=False), request.source, engine.adapter)
         check_context(folder, engine.context)
-        draft = None
-        if engine.draft == MTP:
-            draft = mtp_head(folder)
-        elif engine.draft not in (None, NGRAM):
-            draft = open_config(self.call, str(engine.draft), fetch=False)
+        draft = draft_folder(folder, engine.draft, lambda name: open_config(self.call, name, fetch=False))
         server = 0 if target.gpu else SERVER_BYTES
         requested = requested_plan(folder, engine, draft, gpu=target.gpu)
         plan = fitting_plan(requested, engine, room - server - estimate(requested).runtime)
