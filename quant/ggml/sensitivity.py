@@ -11,7 +11,7 @@ from mycli.quant.ggml import types
 from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
-from mycli.quant.planning.mixed_precision import COPY_WINDOWS, low_width
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, low_width, spend_bytes
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
@@ -54,9 +54,7 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     with TemporaryDirectory(prefix=".widths-", dir=target.parent) as folder:
         choices = _measure(work, Path(folder) / "low", placement, progress)
     # The size of all other tensors does not depend on the choice, so it is taken from a plan with the smallest types.
-    first = {
-        f"{name}.weight": min(choice.bytes, key=choice.bytes.__getitem__) for choice in choices for name in choice.names
-    }
+    first = {f"{name}.weight": choice.smallest for choice in choices for name in choice.names}
     least = plan_gguf(
         work.source, replace(work.recipe, kinds=tuple(first.items())), work.text, folder=work.folder, report=work.report
     ).layout.nbytes
@@ -74,21 +72,10 @@ def kinds_of_rows(columns: int) -> tuple[str, ...]:
 
 def spend(choices: list[KindChoice], budget: int) -> list[str]:
     """Return the type of each choice; `budget`: bytes beyond the smallest types. Raises UsageError below 0."""
-    # Greedy by loss per byte. A step may skip types, because the loss need not fall evenly with the size.
     if budget < 0:
         raise UsageError(f"the smallest types take {-budget} bytes more than the target", "choose a larger size")
-    kinds = [choice.smallest for choice in choices]
-    while True:
-        step, rate = None, 0.0
-        for index, (choice, now) in enumerate(zip(choices, kinds, strict=True)):
-            for kind, size in choice.bytes.items():
-                more, gain = size - choice.bytes[now], choice.loss[now] - choice.loss[kind]
-                if 0 < more <= budget and gain / more > rate:
-                    step, rate = (index, kind, more), gain / more
-        if step is None:
-            return kinds
-        kinds[step[0]] = step[1]
-        budget -= step[2]
+    losses = [choice.loss for choice in choices]
+    return spend_bytes([choice.bytes for choice in choices], losses, [choice.smallest for choice in choices], budget)
 
 
 def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: ReportProgress) -> list[KindChoice]:

@@ -6,6 +6,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ COPY_WINDOWS = 32  # for calibrating the copy
 WINDOWS = 16  # for the shares: sums of millions of products, which converge with few tokens
 _SHAPE_BYTES = 16  # of the tensor `weight_shape` of a linear
 
+Kind = TypeVar("Kind", int, str)  # a width, or the name of a type of GGUF
+
 
 @dataclass(frozen=True)
 class Share:
@@ -45,9 +48,7 @@ def low_width(bits_per_weight: float, group: int | None) -> int:
 
 def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
     """Return the width of each share for least loss within `bits_per_weight`; UsageError if `low` does not fit."""
-    # Greedy: starts at `low`, because shares measured there say little about fewer bits, and takes the step of most
-    # gain per byte.
-    widths = [low for _ in shares]
+    # Starts at `low`, because shares measured there say little about fewer bits.
     budget = int(bits_per_weight * sum(share.weights for share in shares) / 8)
     spent = sum(share.bytes[low] for share in shares)
     if spent > budget:
@@ -56,17 +57,30 @@ def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple
             f"a target of {bits_per_weight:g} bits per weight is too low: {low} bits with scales take {least:.3f}",
             code="larger-target-or-group",
         )
+    losses = [share.loss for share in shares]
+    return tuple(spend_bytes([share.bytes for share in shares], losses, [low] * len(shares), budget - spent))
+
+
+def spend_bytes(
+    sizes: Sequence[Mapping[Kind, int]], losses: Sequence[Mapping[Kind, float]], start: Sequence[Kind], budget: int
+) -> list[Kind]:
+    """Return the kind of each product for least loss within `budget` bytes beyond the kinds of `start`.
+
+    Greedy: each step is the one that lowers the loss most per byte. It may skip kinds, because the loss need not fall
+    evenly with the size.
+    """
+    kinds = list(start)
     while True:
         step, rate = None, 0.0
-        for index, (share, now) in enumerate(zip(shares, widths, strict=True)):
-            for bits in BITS:
-                more, gain = share.bytes[bits] - share.bytes[now], share.loss[now] - share.loss[bits]
-                if 0 < more <= budget - spent and gain / more > rate:
-                    step, rate = (index, bits, more), gain / more
+        for index, (size, loss, now) in enumerate(zip(sizes, losses, kinds, strict=True)):
+            for kind in size:
+                more, gain = size[kind] - size[now], loss[now] - loss[kind]
+                if 0 < more <= budget and gain / more > rate:
+                    step, rate = (index, kind, more), gain / more
         if step is None:
-            return tuple(widths)
-        widths[step[0]] = step[1]
-        spent += step[2]
+            return kinds
+        kinds[step[0]] = step[1]
+        budget -= step[2]
 
 
 def measure_shares(
