@@ -22,6 +22,7 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.application import application
 from mycli.runtime.server.http.connection import DrainingServer, listen
@@ -246,6 +247,25 @@ class ScriptedEngine:
             if reason is not None:
                 self._running.remove(one)
         return outputs
+
+
+class GrammarEngine(ScriptedEngine):
+    """Writes the script as far as the request's grammar allows, and ends there."""
+
+    def submit_replies(self, request: Request, count: int) -> list[int]:
+        numbers = super().submit_replies(request, count)
+        if request.grammar is None:
+            return numbers
+        for turn in self._waiting[-count:]:
+            state, kept = request.grammar.start(), []
+            for token in turn.left:
+                try:
+                    state.accept([token])
+                except UserError:
+                    break
+                kept.append(token)
+            turn.left = kept
+        return numbers
 
 
 def _with_limit(request: Request, limit: int) -> Request:

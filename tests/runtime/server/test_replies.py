@@ -10,15 +10,12 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.reader import ReplyReader, join_parts
-from mycli.runtime.engine.sequence import Request, SequenceOutput
+from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError, UserError
-from mycli.runtime.tokenizer.parsing.reasoning_parser import reasoning_format
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
-from tests.support.paths import PICO
-from tests.support.served import ScriptedEngine, Served, joined, serving
+from tests.support.served import GrammarEngine, ScriptedEngine, Served, joined, serving
 from tests.support.small_tokenizers import added, make
 
 TOOL = {
@@ -46,37 +43,6 @@ def test_reasoning_content_and_calls_are_told_apart(scripted: Scripted, reasonin
         assert content == REPLY.split("</think>\n\n")[1] and calls == [] and end == "stop"
 
 
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
-HARMONY_TEMPLATE = (
-    "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "{# <|channel|>analysis, <|channel|>commentary to=functions.f #}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def gpt_oss(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Return pico with the control tokens of gpt-oss and a template that has its marks."""
-    folder = tmp_path_factory.mktemp("gpt-oss")
-    values = json.loads((PICO / "tokenizer.json").read_text())
-    values["added_tokens"] += [added(4096 + index, name, special=True) for index, name in enumerate(HARMONY)]
-    (folder / "tokenizer.json").write_text(json.dumps(values))
-    settings = json.loads((PICO / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": HARMONY_TEMPLATE}))
-    return dataclasses.replace(loaded, tokenizer=Tokenizer.load(folder, 4200))
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_the_channels_of_gpt_oss(scripted: Scripted, gpt_oss: LoadedModel, stream: bool) -> None:
-    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    with scripted(f"{thought}<|channel|>final<|message|>Four<|return|>", model=gpt_oss) as served:
-        assert joined(served.chat("Go", stream=stream)) == ("Four", "Hm.", [], "stop")
-        assert joined(served.chat("Go", stream=stream, tools=[TOOL])) == ("Four", "Hm.", [], "stop")
-    call = 'commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
-    with scripted(f"{thought}<|channel|>{call}", model=gpt_oss) as served:
-        assert joined(served.chat("Go", stream=stream, tools=[TOOL])) == ("", "Hm.", [("f", '{"a": 1}')], "tool_calls")
-
-
 @pytest.mark.parametrize("token", [True, False])
 def test_a_call_ends_reasoning_that_was_not_closed(tmp_path: Path, token: bool) -> None:
     """As Qwen 3.5, GLM 4.5 and Kimi K2 write at times. A mark that is ordinary text may be part of the reasoning."""
@@ -98,31 +64,6 @@ def test_a_call_ends_reasoning_that_was_not_closed(tmp_path: Path, token: bool) 
         assert [(call.name, call.arguments) for call in calls] == ([("f", '{"a": 1}')] if token else [])
         assert thought == "I call." if token else thought.endswith("</tool_call>")
         assert pieces[-1].end == ("tool_calls" if token else "stop")
-
-
-def test_a_terminal_is_shown_the_marks(gpt_oss: LoadedModel) -> None:
-    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four"
-    ids = tuple(gpt_oss.tokenizer.encode(text, add_special=False, allow_special=True))
-    marks = reasoning_format(gpt_oss.tokenizer).marks
-    shown = ReplyReader(gpt_oss.tokenizer, shown=marks).feed(SequenceOutput(1, ids, (), (), "stop")).content
-    hidden = ReplyReader(gpt_oss.tokenizer).feed(SequenceOutput(1, ids, (), (), "stop")).content
-    assert (shown, hidden) == (text, "analysisHm.assistantfinalFour")
-
-
-def test_a_reply_of_gpt_oss_is_continued_in_its_channel(scripted: Scripted, gpt_oss: LoadedModel) -> None:
-    engine = ScriptedEngine(lambda _: gpt_oss.tokenizer.encode(" five", add_special=False))
-    prompts = []
-    with serving(gpt_oss, engine) as served:
-        for begun in ({"content": "Four,"}, {"content": "Four,", "reasoning": "Hm."}):
-            messages = [{"role": "user", "content": "Go"}, {"role": "assistant", **begun}]
-            body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
-            assert served.ask("POST", "/v1/chat/completions", body).json["choices"][0]["message"]["content"] == " five"
-            ids = engine.prompts[-1]
-            prompts.append(b"".join(map(gpt_oss.tokenizer.token_bytes, ids)).decode().split("Go<|end|>")[1])
-    assert prompts == [
-        "<|start|>assistant<|channel|>final<|message|>Four,",
-        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four,",
-    ]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -329,25 +270,6 @@ def test_reasoning_that_is_turned_off_leaves_no_room_for_it(scripted: Scripted, 
     with scripted("x", model=reasoning) as served:
         body = {"messages": [{"role": "user", "content": "Go"}], "chat_template_kwargs": {"enable_thinking": False}}
         assert served.ask("POST", "/apply-template", body).json["prompt"].endswith("</think>\n\n")
-
-
-class GrammarEngine(ScriptedEngine):
-    """Writes the script as far as the request's grammar allows, and ends there."""
-
-    def submit_replies(self, request: Request, count: int) -> list[int]:
-        numbers = super().submit_replies(request, count)
-        if request.grammar is None:
-            return numbers
-        for turn in self._waiting[-count:]:
-            state, kept = request.grammar.start(), []
-            for token in turn.left:
-                try:
-                    state.accept([token])
-                except UserError:
-                    break
-                kept.append(token)
-            turn.left = kept
-        return numbers
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

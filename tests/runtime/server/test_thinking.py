@@ -20,9 +20,8 @@ from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.runtime.server.conftest import TEMPLATE, Scripted
-from tests.runtime.server.test_replies import GrammarEngine
 from tests.support.agent_model import agent_model
-from tests.support.served import Served, joined, serving
+from tests.support.served import GrammarEngine, Served, joined, serving
 
 CITY = {
     "type": "object",

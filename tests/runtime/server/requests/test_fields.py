@@ -24,26 +24,21 @@ from mycli.runtime.server.routes.messages_request import CountRequest, InputTool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
-from tests.support.paths import PICO
-from tests.support.request_fields import (
+from tests.support.interface_fields import (
     CHAT,
     COUNT_TOKENS,
     DETOKENIZE,
     EMBEDDINGS,
-    EXCEPTIONS,
-    FIELDS,
-    HARMLESS,
     INPUT_TOKENS,
     INTERFACES,
     MESSAGES,
-    NAMED,
-    REFUSED,
     RERANK,
     RESPONSES,
-    SERVED,
     TEXT,
     TOKENIZE,
 )
+from tests.support.paths import PICO
+from tests.support.request_fields import EXCEPTIONS, FIELDS, HARMLESS, NAMED, REFUSED, SERVED
 from tests.support.served import ScriptedEngine, Served, load_fp32, serving
 
 _TALK = [{"role": "user", "content": "Hello"}]
