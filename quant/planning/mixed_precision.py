@@ -28,7 +28,7 @@ COPY_WINDOWS = 32  # for calibrating the copy
 WINDOWS = 16  # for the shares: sums of millions of products, which converge with few tokens
 _SHAPE_BYTES = 16  # of the tensor `weight_shape` of a linear
 
-Kind = TypeVar("Kind", int, str)  # a width, or the name of a type of GGUF
+WeightType = TypeVar("WeightType", int, str)  # a width, or the name of a type of GGUF
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,27 @@ def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple
 
 
 def spend_bytes(
-    sizes: Sequence[Mapping[Kind, int]], losses: Sequence[Mapping[Kind, float]], start: Sequence[Kind], budget: int
-) -> list[Kind]:
-    """Return the kind of each product for least loss within `budget` bytes beyond the kinds of `start`.
+    sizes: Sequence[Mapping[WeightType, int]],
+    losses: Sequence[Mapping[WeightType, float]],
+    start: Sequence[WeightType],
+    budget: int,
+) -> list[WeightType]:
+    """Return the type of each product for least loss within `budget` bytes beyond the types of `start`.
 
-    Greedy: each step is the one that lowers the loss most per byte. It may skip kinds, because the loss need not fall
+    Greedy: each step is the one that lowers the loss most per byte. It may skip types, because the loss need not fall
     evenly with the size.
     """
-    kinds = list(start)
+    types = list(start)
     while True:
         step, rate = None, 0.0
-        for index, (size, loss, now) in enumerate(zip(sizes, losses, kinds, strict=True)):
-            for kind in size:
-                more, gain = size[kind] - size[now], loss[now] - loss[kind]
+        for index, (size, loss, now) in enumerate(zip(sizes, losses, types, strict=True)):
+            for name in size:
+                more, gain = size[name] - size[now], loss[now] - loss[name]
                 if 0 < more <= budget and gain / more > rate:
-                    step, rate = (index, kind, more), gain / more
+                    step, rate = (index, name, more), gain / more
         if step is None:
-            return kinds
-        kinds[step[0]] = step[1]
+            return types
+        types[step[0]] = step[1]
         budget -= step[2]
 
 
