@@ -33,8 +33,6 @@ Advance = Callable[[Rows, tuple[Tensor, ...], Runs | DeviceRuns], Tensor]
 
 
 class RecurrentStates(Protocol):
-    """The recurrent states of a pass."""
-
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
         """Apply `step` to rows [sequences, tokens, ...] and a layer's states; return [sequences, tokens, width]."""
         ...

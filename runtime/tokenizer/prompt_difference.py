@@ -22,8 +22,6 @@ _DATED = re.compile(
 
 @dataclass(frozen=True)
 class PromptParts:
-    """The parts of a chat prompt."""
-
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)

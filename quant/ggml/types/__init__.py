@@ -13,7 +13,7 @@ def names() -> list[str]:
 
 @lru_cache
 def load(name: str) -> BlockType:
-    """The type by its name in ggml."""
+    """Return the type with this name in ggml, such as Q4_K."""
     kind = importlib.import_module(f"{__name__}.{name.lower()}").TYPE
     assert isinstance(kind, BlockType)
     return kind

@@ -82,7 +82,7 @@ def expansion(model: GgufModel) -> int:
 
 
 def write_mamba_keys(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys of the sizes."""
+    """Return the header's keys for the sizes of Mamba-2."""
     spec = mamba(config)
     return {
         "ssm.conv_kernel": spec.convolution.taps,

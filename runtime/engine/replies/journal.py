@@ -82,7 +82,7 @@ class ReplyWriter:
         self.write([reply, output.tokens, output.numbers, end, logprobs, output.shortened])
 
     def write(self, record: object) -> None:
-        """Write one line."""
+        """Append `record` as one line, unless closed; an error of the disk removes the file."""
         # One unbuffered write per line: a killed process leaves whole lines, and `resume` cuts off a partial one. No
         # fsync: it would cost a disk access per token to protect from power cuts only.
         try:

@@ -13,8 +13,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 @dataclass(frozen=True)
 class KolibriLayers:
-    """Builds the layers."""
-
     mixture: MoeLayers
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:

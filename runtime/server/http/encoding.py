@@ -18,8 +18,6 @@ def dumps(value: Any) -> str:
 
 
 class JsonResponse(Response):
-    """A response with a JSON body."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:

@@ -11,8 +11,6 @@ from mycli.runtime.server.http.encoding import JsonResponse
 
 
 def exception_handlers() -> Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]:
-    """Return the exception handlers of an application."""
-
     async def on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         body = error.envelope(request.url.path, request.scope["state"].get("request_id", ""))
