@@ -23,6 +23,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import kept, together
+from tests.support.graphs import recording
 from tests.support.grids import chosen
 from tests.support.prefix_model import CPU
 from tests.support.triton_interpreter import Interpret, interpret
