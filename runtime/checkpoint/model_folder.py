@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
+from mycli.runtime.checkpoint.formats import Headers, is_quantized, mlx, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.restored_weights import restore_entries
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, damaged
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
 from mycli.runtime.checkpoint.validation import check_tensors
@@ -146,10 +147,8 @@ class ModelFolder:
         origins: dict[str, str] = {}  # name in the files of each selected tensor
         shapes = dict(self.config.tensors()) if self.config.stacks else {}
         stacks = self.config.stacks
-        if stacks and self.raw.has("quantization"):
-            from mycli.runtime.checkpoint.formats.mlx import expert_stacks
-
-            stacks = {**stacks, **expert_stacks(self.config)}
+        if stacks and (self.raw.has("quantization") or any(mlx.STACK.search(name) for name in tensors)):
+            stacks = {**stacks, **mlx.expert_stacks(self.config)}
         # Embedding models are stored without a head, by the class that has no prefix.
         bare = BARE_EMBEDDING in tensors and self.part is not None and self.part.outer_type is None
         for stored, entry in tensors.items():
@@ -166,7 +165,11 @@ class ModelFolder:
                     if other != stored:
                         raise damaged(f"{other:.80} and {stored:.80}: one tensor of the model under two names")
                     selected[item.name] = item
-        return selected
+        return restore_entries(selected, self.config, self._mlx_settings)
+
+    @property
+    def _mlx_settings(self) -> Fields:
+        return mlx.local_settings(self.raw.object("quantization"), self.config)
 
     def skipped_parts(self, tensors: Headers) -> Iterator[str]:
         """Yield a warning naming the parts of a multimodal model that are not read."""
@@ -187,7 +190,13 @@ class ModelFolder:
         """Return a reader of the tensors. `dtype`: of tensors stored in blocks and read dense; None: the config's."""
         from mycli.runtime.checkpoint.reader import Checkpoint
 
-        return self._with_adapter(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)
+        manifest = self.checked_manifest()
+        checkpoint = Checkpoint(manifest, allow_nonfinite=allow_nonfinite)
+        if any(entry.added or entry.parts for entry in manifest.tensors.values()):
+            from mycli.runtime.checkpoint.restored_checkpoint import RestoredCheckpoint  # few folders have such tensors
+
+            checkpoint = RestoredCheckpoint(manifest, self.config, self._mlx_settings, allow_nonfinite=allow_nonfinite)
+        return self._with_adapter(checkpoint, allow_nonfinite)
 
     def _with_adapter(self, checkpoint: "Checkpoint", allow_nonfinite: bool) -> "Checkpoint":
         if self.adapter is None:

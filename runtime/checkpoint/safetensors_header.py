@@ -54,6 +54,8 @@ class TensorEntry:
     nbytes: int
     transposed: bool = False  # the file holds the transpose of a matrix of `shape`
     columns: tuple[int, int] | None = None  # of that transpose: the first column, and those of the whole stored matrix
+    added: float = 0.0  # that each value in the file has more than the tensor's
+    parts: tuple["TensorEntry", ...] = ()  # the stored tensors that this one is computed from
 
     def split(
         self, names: Sequence[str], *, transposed: bool = False, part: tuple[int, ...] | None = None

@@ -1,6 +1,6 @@
-"""Tensor names of transformers 5 in memory, where a family's files have others.
+"""Tensor names of transformers 5 in memory and of mlx-lm, where a family's files have others.
 
-`save_pretrained(save_original_format=False)` writes them, and so do tools that store a state dict. The names are those
+`save_pretrained(save_original_format=False)` writes the former, and so do tools that store a state dict. They are those
 of transformers' conversion_mapping.py; experts stacked in one tensor are in the declaration of each family.
 """
 
@@ -14,7 +14,7 @@ _GRANITE: Renames = (
     (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
 )
 _BIAS = ".mlp.gate.e_score_correction_bias"
-# By model_type: parts of names in memory, none of which occurs in the family's files, and those of the files.
+# By model_type: parts of such names, none of which occurs in the family's files, and those of the files.
 RENAMES: Mapping[str, Renames] = {
     "mixtral": ((".mlp.", ".block_sparse_moe."),),
     "minimax_m2": ((".mlp.", ".block_sparse_moe."),),
@@ -36,6 +36,31 @@ RENAMES: Mapping[str, Renames] = {
         (".post_self_attn_layernorm.", ".post_attn_norm."),
     ),
     "lfm3": ((".self_attn.g_proj.", ".self_attn.gate_proj."),),
+    # mlx-lm's names of the MLP of a layer without experts.
+    "lfm2_moe": (
+        (".feed_forward.gate_proj.", ".feed_forward.w1."),
+        (".feed_forward.down_proj.", ".feed_forward.w2."),
+        (".feed_forward.up_proj.", ".feed_forward.w3."),
+    ),
+    "kimi_linear": (
+        (".self_attn.forget_gate.", ".self_attn."),
+        (".mlp.experts.", ".block_sparse_moe.experts."),
+        (".mlp.switch_mlp.", ".block_sparse_moe.switch_mlp."),
+        (".mlp.shared_experts.", ".block_sparse_moe.shared_experts."),
+        (".mlp.gate.", ".block_sparse_moe.gate."),
+        (".mlp.e_score_correction_bias", ".block_sparse_moe.gate.e_score_correction_bias"),
+        *((f".{part}_conv.conv.", f".{part}_conv1d.") for part in "qkv"),
+    ),
+    "bailing_hybrid": (
+        (".self_attn.forget_gate.", ".attention."),
+        (".self_attn.o_proj.", ".attention.dense."),
+        (".self_attn.", ".attention."),
+        (_BIAS, ".mlp.gate.expert_bias"),
+    ),
+    "olmo_hybrid": (
+        (".input_layernorm.", ".attention_layer_norm."),
+        (".post_attention_layernorm.", ".feedforward_layer_norm."),
+    ),
     "nemotron_h": (("model.embeddings.", "model.embed_tokens."),),
 }
 

@@ -63,11 +63,15 @@ TEXT_PARTS: dict[str, str] = {
 }
 # The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
 MULTIMODAL = "multimodal"
-# The key, set from the files, of models whose experts have gate and up apart: transformers joins them in two families,
-# llm-compressor and mlx-lm take them apart.
-SEPARATE_EXPERTS = "separate_gate_up"
-_JOINED_EXPERTS = ("gpt_oss", "llama4_text")
-_SEPARATE = re.compile(r"\.(experts|switch_mlp)\.([0-9]+\.)?gate_proj\.")
+# The key, set from the files, of models that have gate and up apart: transformers joins those of two families' experts
+# and of Granite's MLP, llm-compressor and mlx-lm take them apart.
+SEPARATE_GATE = "separate_gate_up"
+_EXPERT_GATE = re.compile(r"\.(experts|switch_mlp)\.([0-9]+\.)?gate_proj\.")
+_SEPARATE: dict[Any, re.Pattern[str]] = {
+    "gpt_oss": _EXPERT_GATE,
+    "llama4_text": _EXPERT_GATE,
+    "granitemoehybrid": re.compile(r"\.mlp\.gate_proj\."),
+}
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nemotron as published
 # Omni models: this part of the config has the section, and its tensors the prefix `thinker.`.
 _THINKER = "thinker_config"
@@ -243,7 +247,7 @@ class TextPart:
     @property
     def depends_on_files(self) -> bool:
         """Return whether `with_tensors` may change the config."""
-        return self.head_by_files or self.config.values.get("model_type") in _JOINED_EXPERTS
+        return self.head_by_files or self._gate is not None
 
     @classmethod
     def from_config(cls, raw: Fields) -> "TextPart":
@@ -282,15 +286,19 @@ class TextPart:
         return cls(Fields(values, raw.source), outer_type, head_by_files)
 
     def with_tensors(self, names: Collection[str]) -> "TextPart":
-        """Return this part with what the tensors in the files decide: a tied head, and gate and up of experts apart."""
+        """Return this part with what the tensors in the files decide: a tied head, and gate and up apart."""
         if not self.depends_on_files:
             return self
-        values = {key: value for key, value in self.config.values.items() if key != SEPARATE_EXPERTS}
+        values = {key: value for key, value in self.config.values.items() if key != SEPARATE_GATE}
         if self.head_by_files:
             values[_TIE] = not any((self.local_name(name) or "").startswith("lm_head.") for name in names)
-        if values.get("model_type") in _JOINED_EXPERTS and any(_SEPARATE.search(name) for name in names):
-            values[SEPARATE_EXPERTS] = True
+        if self._gate is not None and any(self._gate.search(name) for name in names):
+            values[SEPARATE_GATE] = True
         return replace(self, config=Fields(values, self.config.source))
+
+    @property
+    def _gate(self) -> re.Pattern[str] | None:
+        return _SEPARATE.get(self.config.values.get("model_type"))
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor of the folder; None for tensors of other parts."""

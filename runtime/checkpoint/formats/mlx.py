@@ -4,6 +4,7 @@ config.json describes them by `quantization` instead of a `quant_method`, for ea
 the tensors tell which are quantized. The experts of a layer are stacked: one tensor for each parameter of a linear.
 """
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Codes, Packing
-from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the fl
 
 
 _STACKS = ("switch_mlp", "experts")  # names of mlx-lm's SwitchGLU and SwitchMLP
+STACK = re.compile(r"\.switch_mlp\.|\.experts\.(gate|up|down)_proj\.weight$")  # such a tensor
 
 
 def expert_stacks(config: ModelConfig) -> dict[str, StackSpec]:
@@ -62,28 +64,41 @@ def _expert_settings(section: Fields, config: ModelConfig) -> dict[str, str]:
     }
 
 
+def local_settings(section: Fields, config: ModelConfig) -> Fields:
+    """Return the settings with the linears named as in `config`, where the folder has other names."""
+    values = {
+        config.local_name(f"{key}.weight").removesuffix(".weight") if isinstance(value, dict | bool) else key: value
+        for key, value in section.values.items()
+    }
+    return Fields(values, section.source)
+
+
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
     result: dict[str, Packing] = {}
+    section = local_settings(section, config)
     stacked = _expert_settings(section, config)
     for linear in quantizable(config):
         key = stacked.get(linear.name, linear.name)
         settings = section.values.get(key)
-        chosen = section.object(key) if isinstance(settings, dict) else section
         if (headers is None and settings is False) or (headers is not None and f"{linear.name}.scales" not in headers):
             continue
-        mode = chosen.text("mode", "affine")
-        if mode != "affine" and mode not in _MODES:
-            raise chosen.fail("mode", f"{mode!r} is not supported", f"readable: {READABLE}")
-        bits, group, codes = _MODES.get(mode, (0, 0, "int"))
-        bits = bits or chosen.integer("bits", 4, low=2, high=8)
-        group = group or chosen.integer("group_size", 64, low=1, high=1 << 20)
-        dtype = _parts.scale_dtype(headers, f"{linear.name}.scales", config.dtype)
-        if mode != "affine":
-            dtype = _parts.unless(config.dtype, "bfloat16" if mode.startswith("mx") else "float32")
-        result[linear.name] = Packing(
-            bits, group, layout="mlx", offsets=mode == "affine", codes=codes, scale_dtype=dtype, dialect=(mode,)
-        )
+        chosen = section.object(key) if isinstance(settings, dict) else section
+        result[linear.name] = read_packing(chosen, linear.name, config.dtype, headers)
     return result
+
+
+def read_packing(chosen: Fields, name: str, model: Dtype, headers: Headers | None) -> Packing:
+    """Return the packing of the linear `name` of a model in dtype `model`, from its settings and scales."""
+    mode = chosen.text("mode", "affine")
+    if mode != "affine" and mode not in _MODES:
+        raise chosen.fail("mode", f"{mode!r} is not supported", f"readable: {READABLE}")
+    bits, group, codes = _MODES.get(mode, (0, 0, "int"))
+    bits = bits or chosen.integer("bits", 4, low=2, high=8)
+    group = group or chosen.integer("group_size", 64, low=1, high=1 << 20)
+    dtype = _parts.scale_dtype(headers, f"{name}.scales", model)
+    if mode != "affine":
+        dtype = _parts.unless(model, "bfloat16" if mode.startswith("mx") else "float32")
+    return Packing(bits, group, layout="mlx", offsets=mode == "affine", codes=codes, scale_dtype=dtype, dialect=(mode,))
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:

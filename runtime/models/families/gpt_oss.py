@@ -7,7 +7,7 @@ from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, read_expert_counts
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.multimodal import SEPARATE_EXPERTS
+from mycli.runtime.models.multimodal import SEPARATE_GATE
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
@@ -79,5 +79,5 @@ def read(raw: Fields) -> ModelConfig:
         **fields,
         **hf_config.attention_biases(raw, default=True),
         windows=hf_config.layer_windows(raw, slides),
-        build_layer=GptOssLayers(count, top_k, raw.boolean(SEPARATE_EXPERTS, False)),
+        build_layer=GptOssLayers(count, top_k, raw.boolean(SEPARATE_GATE, False)),
     )

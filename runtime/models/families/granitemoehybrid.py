@@ -9,23 +9,30 @@ from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, SharedEx
 from mycli.runtime.models.families import granite, granitemoe
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.mamba_layers import MambaLayers, read_mamba, recurrent_layers
+from mycli.runtime.models.multimodal import SEPARATE_GATE
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
 
 @dataclass(frozen=True)
 class GraniteHybridLayers:
-    """Builds the layers: Mamba-2 where `recurrent`, else attention. shared: size of the MLP; mixture: the experts."""
+    """Builds the layers: Mamba-2 where `recurrent`, else attention. shared: size of the MLP; mixture: the experts.
+
+    separate: the MLP has Llama's names, which mlx-lm gives it in models without experts.
+    """
 
     recurrent: tuple[bool, ...]
     mamba: MambaLayers
     shared: int
     mixture: MoeLayers | None
+    separate: bool = False
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        layer = llama_layer(config, index)
+        layer = llama_layer(config, index, intermediate_size=self.shared if self.separate else None)
         if self.recurrent[index]:
             layer = replace(layer, mixer=self.mamba.mixer(config, index))
+        if self.separate and self.mixture is None:
+            return layer
         mlp = self._shared_mlp(config, layer.dense_mlp, f"model.layers.{index}.shared_mlp")
         if self.mixture is None:
             return replace(layer, mlp=mlp)
@@ -52,7 +59,11 @@ def read(raw: Fields) -> ModelConfig:
         raise raw.fail("position_embedding_type", f"{kind!r:.40} is not supported (rope, nope)")
     hf_config.require(raw, normalization_function="rmsnorm", hidden_act="silu")
     layers = GraniteHybridLayers(
-        recurrent_layers(raw, config.layers), read_mamba(raw), raw.integer("shared_intermediate_size", 1024), mixture
+        recurrent_layers(raw, config.layers),
+        read_mamba(raw),
+        raw.integer("shared_intermediate_size", 1024),
+        mixture,
+        raw.boolean(SEPARATE_GATE, False),
     )
     ropes = () if kind == "rope" else (None,) * config.layers
     return replace(config, layer_ropes=ropes, build_layer=layers)

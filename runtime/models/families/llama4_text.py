@@ -8,7 +8,7 @@ from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, re
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, StackSpec
 from mycli.runtime.models.families.smollm3 import rotating_layers
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.multimodal import SEPARATE_EXPERTS
+from mycli.runtime.models.multimodal import SEPARATE_GATE
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, RopeScaling, RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
@@ -108,6 +108,6 @@ def read(raw: Fields) -> ModelConfig:
             raw.integer("intermediate_size_mlp", 16384),
             tuple(chunk if chunks else None for chunks in chunked),
             raw.boolean("use_qk_norm", True),
-            raw.boolean(SEPARATE_EXPERTS, False),
+            raw.boolean(SEPARATE_GATE, False),
         ),
     )

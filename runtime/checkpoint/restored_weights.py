@@ -1,0 +1,119 @@
+"""Restores the weights of a family's own files where a folder has others. Imports no torch.
+
+mlx-lm exchanges the last axes of convolutions [channels, 1, taps], adds to the gains of Qwen 3 Next and 3.5 what the
+family adds, and has kv_b of latent attention as two stacks of one matrix per head, keys (transposed) and values, each
+quantized on its own. transformers in memory has the convolutions of queries, keys and values as one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, mlx
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
+from mycli.runtime.models.part_spec import LinearSpec, Shape
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, KimiDeltaSpec
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, SAFETENSORS_FLOATS
+from mycli.runtime.utils.json_fields import Fields
+
+_KEYS, _VALUES = "embed_q", "unembed_out"
+# Its multipliers are in the weights, but its config still has them.
+_SCALED = "falcon_h1"
+
+
+def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> Headers:
+    """Return the model's tensors by their own names and shapes; `settings`: `quantization` of config.json.
+
+    Raises ModelError for halves of kv_b that do not have its shape.
+    """
+    result = dict(tensors)
+    if any(_is_turned(entry) for entry in tensors.values()) and config.model_type != _SCALED:
+        _restore_convolutions(result, config)
+    for spec in latent_specs(config) if any(f".{_KEYS}." in name for name in tensors) else ():
+        if f"{_block(spec)}.{_KEYS}.weight" in result:
+            _join_halves(result, spec, config, settings)
+    for layer in config.layer_specs:
+        if isinstance(layer.mixer, DeltaNetSpec | KimiDeltaSpec) and layer.mixer.convolution.parts:
+            _split_convolution(result, layer.mixer.convolution)
+    return result
+
+
+def _is_turned(entry: TensorEntry) -> bool:
+    return len(entry.shape) == 3 and entry.shape[2] == 1 < entry.shape[1]
+
+
+def _restore_convolutions(tensors: dict[str, TensorEntry], config: ModelConfig) -> None:
+    shapes = dict(config.tensors())
+    turned: dict[str, Shape] = {
+        name: (entry.shape[0], 1, entry.shape[1])
+        for name, entry in tensors.items()
+        if _is_turned(entry) and shapes.get(name) == (entry.shape[0], 1, entry.shape[1])
+    }
+    for name, shape in turned.items():
+        tensors[name] = replace(tensors[name], shape=shape)  # the bytes are the same
+    norms = (*config.norms(), *(norm for layer in config.layer_specs for norm in layer.norms()))
+    for norm in norms if turned else ():
+        name = f"{norm.name}.weight"
+        if norm.offset and name in tensors:
+            tensors[name] = replace(tensors[name], added=norm.offset)
+
+
+def _split_convolution(tensors: dict[str, TensorEntry], spec: ConvolutionSpec) -> None:
+    joined = tensors.get(f"{spec.name}.weight")
+    if joined is None or joined.shape != (spec.channels, 1, spec.taps):
+        return
+    del tensors[joined.name]
+    offset = joined.offset
+    for name, shape in spec.weights():
+        nbytes = joined.nbytes // spec.channels * shape[0]
+        tensors[name] = replace(joined, name=name, shape=shape, offset=offset, nbytes=nbytes)
+        offset += nbytes
+
+
+def latent_specs(config: ModelConfig) -> Iterator[LatentAttentionSpec]:
+    """Return the declarations of latent attention of all layers that have it."""
+    return (spec for spec in config.attentions if isinstance(spec, LatentAttentionSpec))
+
+
+def _block(spec: LatentAttentionSpec) -> str:
+    return spec.kv_b.name.rpartition(".")[0]
+
+
+def halves(spec: LatentAttentionSpec) -> tuple[LinearSpec, LinearSpec]:
+    """Return the halves of kv_b as linears: the matrices of all heads, one below the other."""
+    keys = LinearSpec(f"{_block(spec)}.{_KEYS}", spec.heads * spec.rank, spec.nope_dim)
+    return keys, LinearSpec(f"{_block(spec)}.{_VALUES}", spec.heads * spec.value_dim, spec.rank)
+
+
+def half_packing(half: LinearSpec, config: ModelConfig, settings: Fields, headers: Headers) -> Packing | None:
+    """Return the packing of a half; None if it is dense."""
+    if f"{half.name}.scales" not in headers:
+        return None
+    chosen = settings.object(half.name) if isinstance(settings.values.get(half.name), dict) else settings
+    return mlx.read_packing(chosen, half.name, config.dtype, headers)
+
+
+def _join_halves(
+    tensors: dict[str, TensorEntry], spec: LatentAttentionSpec, config: ModelConfig, settings: Fields
+) -> None:
+    parts: dict[str, TensorEntry] = {}
+    for half in halves(spec):
+        names = [name for part in ("weight", "scales", "biases") if (name := f"{half.name}.{part}") in tensors]
+        stored = {name: tensors.pop(name) for name in names}
+        packing = half_packing(half, config, settings, stored)
+        dense: ExpectedTensor = f"{half.name}.weight", (half.out_features, half.in_features), SAFETENSORS_FLOATS
+        for name, (rows, columns), dtypes in [dense] if packing is None else mlx.tensors(half, packing, stored):
+            entry, stack = stored.get(name), (spec.heads, rows // spec.heads, columns)
+            if entry is None or entry.shape != stack or entry.dtype not in dtypes:
+                problem = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+                raise damaged(f"{name}: {problem}, expected {' or '.join(dtypes)} {list(stack)}")
+            parts[name] = replace(entry, shape=(rows, columns))
+    weight = next(iter(parts.values()))
+    scales = parts.get(f"{_block(spec)}.{_KEYS}.scales", weight)
+    dtype = scales.dtype if scales.dtype in SAFETENSORS_FLOATS else BY_NAME[config.dtype].safetensors_name
+    name, shape = f"{spec.kv_b.name}.weight", (spec.kv_b.out_features, spec.kv_b.in_features)
+    nbytes = prod(shape) * BY_SAFETENSORS_NAME[dtype].nbytes
+    tensors[name] = TensorEntry(name, dtype, shape, weight.file, weight.offset, nbytes, parts=tuple(parts.values()))
