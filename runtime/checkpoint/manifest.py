@@ -91,6 +91,14 @@ class Manifest:
         entry = self.tensors[name]
         return self.files[entry.file].read(entry.nbytes, entry.offset)
 
+    def equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same bytes."""
+        entries = self.tensors[name], self.tensors[other]
+        if entries[0].nbytes != entries[1].nbytes:
+            return False
+        chunks = (self.files[entry.file].chunks(entry.offset, entry.nbytes) for entry in entries)
+        return all(a == b for a, b in zip(*chunks, strict=True))
+
 
 def listed_names(names: Sequence[str]) -> str:
     shown = ", ".join(f"{name:.80}" for name in names[:3])
@@ -101,6 +109,13 @@ def read_file_header(file: StoredFile) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name. Raises ModelError for any other file."""
     start = file.read(64)
     return parse_header(file.read(header_bytes(start, file.size, file.name)), file.size, file.name)
+
+
+def listed_tensors(folder: Path) -> Collection[str]:
+    """Return the names of the tensors in `folder`, by its index if it has one. Raises as `Manifest.open`."""
+    if (folder / INDEX).is_file():
+        return read_index(folder)
+    return read_file_header(RegularFile.find(folder / SINGLE))
 
 
 def _is_shard(name: str) -> bool:

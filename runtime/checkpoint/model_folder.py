@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from mycli.runtime.checkpoint.formats import Headers, is_quantized, mlx, read_quantization
-from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.manifest import Manifest, listed_tensors
 from mycli.runtime.checkpoint.restored_weights import restore_entries
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, damaged
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
@@ -22,6 +22,7 @@ from mycli.runtime.models.generation_config import GenerationDefaults, read_gene
 from mycli.runtime.models.multimodal import MTP_PART, MtpPart, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import human_bytes
 
@@ -57,6 +58,7 @@ COMPANIONS = (
     "NOTICE.txt",
     "USE_POLICY.md",
 )
+_HEAD = "lm_head.weight"
 BARE_EMBEDDING = "embed_tokens.weight"
 MAX_COMPANION_BYTES = 128 << 20
 
@@ -87,10 +89,34 @@ class ModelFolder:
         if tensors is not None:
             part = part.with_tensors(tensors)
         config = parse_config(part.config)
-        if path is not None and (path / MODULES).is_file() and _reranker(path) is None:
+        embeds = path is not None and (path / MODULES).is_file() and _reranker(path) is None
+        if embeds:
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
         folder = cls(path or Path(), part.config, config, config_only=path is None, part=part, file_manifest=files)
-        return folder if remote is None else replace(folder, headers=folder.text_tensors(remote))
+        if remote is not None:
+            return replace(folder, headers=folder.text_tensors(remote))
+        if config.tie_embeddings and not embeds and path is not None and _has_weights(path):
+            return folder._with_own_head(part)
+        return folder
+
+    def _with_own_head(self, part: TextPart) -> "ModelFolder":
+        # As transformers 5: a head that was trained on its own, in a folder whose config still ties it, is used.
+        try:
+            if _HEAD not in map(self.local_name, listed_tensors(self.path)):
+                return self
+            files = self._files
+        except ModelError:
+            return self  # raised where the weights are read
+        local = {self.local_name(stored): stored for stored in files.tensors}
+        head, embedding = local.get(_HEAD), local.get("model.embed_tokens.weight")
+        if head is None or embedding is None or files.tensors[head].dtype not in SAFETENSORS_FLOATS:
+            return self
+        if files.tensors[head].shape != files.tensors[embedding].shape or files.equal(head, embedding):
+            return self  # another shape is refused with the tensors
+        raw = Fields({**self.raw.values, "tie_word_embeddings": False}, self.raw.source)
+        warning = f"{head} differs from the embedding, to which config.json ties it: both are used"
+        files = replace(files, warnings=(*files.warnings, warning))
+        return replace(self, raw=raw, config=parse_config(raw), part=replace(part, config=raw), file_manifest=files)
 
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":

@@ -109,15 +109,6 @@ class Checkpoint:
             return iter([tensor_bytes(self.read(name))])
         return self.manifest.files[entry.file].chunks(entry.offset, entry.nbytes)
 
-    def tied_head_differs(self) -> bool:
-        """Return whether a model with tied embeddings stores an `lm_head.weight` that differs from the embedding."""
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if head not in self.manifest.tensors:
-            return False
-        if self.entry(head).nbytes != self.entry(embedding).nbytes:
-            return True
-        return any(a != b for a, b in zip(self.chunks(head), self.chunks(embedding), strict=True))
-
 
 class MergedCheckpoint(Checkpoint):
     """Reads `base` with a LoRA adapter merged into its weights; safe to use from several threads.

@@ -47,8 +47,6 @@ def load_model(
     checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite, dtype=placement.dtype)
     for warning in folder.manifest.warnings:
         warn(warning)
-    if folder.config.tie_embeddings and checkpoint.tied_head_differs():
-        warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config, expert_slots)
     if placement.portable:
         model.make_portable()

@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mycli.runtime.checkpoint import model_folder
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
+from tests.support.engines import whole
+from tests.support.families import CASES, make
 from tests.support.paths import PICO
 
 # Prints each folder whose config.json is opened, one per line, during `mycli run`.
@@ -64,3 +71,34 @@ def test_a_format_that_is_not_read_is_told_when_it_is_wanted(tmp_path: Path) -> 
     assert opened.config.layers > 0
     with pytest.raises(ModelError, match="quant_method"):
         _ = opened.packings
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
+@pytest.mark.parametrize("case", ["other", "equal"])
+def test_a_stored_head_that_differs_is_used_though_config_ties_it(case: str, shards: bool, tmp_path: Path) -> None:
+    """Fine-tuned folders have one with the old config; transformers 5 reads them so too."""
+    make(tmp_path, *CASES["llama-gqa4:2-hd16"])
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    if case == "equal":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    (tmp_path / "model.safetensors").unlink()
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")} if shards else {}
+    save_file(tensors, tmp_path / ("first.safetensors" if shards else "model.safetensors"), {"format": "pt"})
+    if shards:
+        save_file(head, tmp_path / "second.safetensors", {"format": "pt"})
+        places = dict.fromkeys(tensors, "first.safetensors") | dict.fromkeys(head, "second.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    folder = open_model_folder(tmp_path)
+    assert folder.config.tie_embeddings == folder.raw.values["tie_word_embeddings"] == (case == "equal")
+    warnings: list[str] = []
+    model = load_model(
+        folder, Placement(torch.device("cpu"), torch.float32), warn=lambda text: warnings.append(str(text))
+    )
+    assert [text.partition(" differs")[0] for text in warnings] == (["lm_head.weight"] if case == "other" else [])
+    tokens = torch.arange(12).view(1, 12)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(model.model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
