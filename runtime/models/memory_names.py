@@ -4,6 +4,7 @@
 of transformers' conversion_mapping.py; experts stacked in one tensor are in the declaration of each family.
 """
 
+import re
 from collections.abc import Mapping
 
 Renames = tuple[tuple[str, str], ...]
@@ -65,8 +66,14 @@ RENAMES: Mapping[str, Renames] = {
 }
 
 
+# Unsloth's gpt-oss, whose experts are linears apart so that bitsandbytes quantizes them.
+_UNSLOTH = re.compile(r"\.experts\.(gate_up|down)_projs\.(\d+)\.")
+
+
 def file_name(model_type: str, name: str) -> str:
     """Return the name in the family's files of a tensor that may be named as in memory."""
+    if model_type == "gpt_oss":
+        return _UNSLOTH.sub(r".experts.\2.\1_proj.", name.replace(".mlp.router.linear.", ".mlp.router."))
     for part, stored in RENAMES.get(model_type, ()):
         name = name.replace(part, stored)
     return name

@@ -1,6 +1,7 @@
 """Test mixtures of experts as MLX and bitsandbytes store them: routers are packed too, MLX stacks the experts."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,24 @@ def test_gate_and_up_apart_answer_as_joined(store: Store, family: str, tmp_path:
     actual, expected = (load_model(folder, CPU).model for folder in folders)
     assert isinstance(actual, Transformer) and isinstance(expected, Transformer)
     assert len(folders[0].packings) > 3 * EXPERTS and not folders[1].packings
+    tokens = torch.arange(12).view(1, 12)
+    logits = whole(expected, tokens)
+    assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
+
+
+def test_experts_of_gpt_oss_as_unsloth_stores_them(tmp_path: Path) -> None:
+    """Its folders for bitsandbytes have lists of linears, and a router with a linear inside."""
+
+    def unsloth(names: Mapping[str, str], dense: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        packed, read, section = bitsandbytes(names, dense)
+        listed = {re.sub(r"experts\.(\d+)\.(gate_up|down)_proj", r"experts.\2_projs.\1", name): name for name in packed}
+        return {name.replace("router", "router.linear"): packed[old] for name, old in listed.items()}, read, section
+
+    write_folders(unsloth, "gpt_oss", tmp_path, num_local_experts=EXPERTS)
+    folders = [open_model_folder(tmp_path / name) for name in ("packed", "dense")]
+    actual, expected = (load_model(folder, CPU).model for folder in folders)
+    assert isinstance(actual, Transformer) and isinstance(expected, Transformer)
+    assert len(folders[0].packings) >= 2 * EXPERTS and not folders[1].packings
     tokens = torch.arange(12).view(1, 12)
     logits = whole(expected, tokens)
     assert (whole(actual, tokens) - logits).norm() < 0.01 * logits.norm()
