@@ -103,8 +103,8 @@ def write_model(
     weights: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.float()
-        if arch in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
-            weight = _for_pairs(weight, heads if ".q_proj." in name else config["num_key_value_heads"])
+        if arch in ("llama", "smollm3", "deci") and name.split(".")[-2] in ("q_proj", "k_proj"):
+            weight = _for_pairs(weight, len(weight) // head_dim)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
         weights[_name(name, arch)] = weight

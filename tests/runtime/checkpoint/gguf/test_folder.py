@@ -25,7 +25,7 @@ from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support import gguf_files
 from tests.support.engines import whole
-from tests.support.families import make
+from tests.support.families import CASES, make
 from tests.support.family_parts import IDS, SMALL, scaled
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -147,6 +147,34 @@ def test_logits_are_those_of_transformers(name: str, fused_qkv: bool, tmp_path: 
     expected = reference(tokens).logits
     actual = whole(load_model(folder, CPU).model, tokens)
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_layers_without_attention_or_mlp_are_those_of_transformers(tmp_path: Path) -> None:
+    """As conversion/deci.py writes Nemotron Super: numbers of heads and widths by layer, zero for a missing part."""
+    reference = make(tmp_path / "hf", *CASES["nemotron-nas-every-kind"])
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    sizes = {
+        "deci.attention.head_count": [4, 0, 4, 4],
+        "deci.attention.head_count_kv": [2, 0, 4, 1],
+        "deci.feed_forward_length": [512, 256, 0, 256],
+    }
+    keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **sizes}
+    gguf_files.write_model(tmp_path / "hf", tmp_path / "model.gguf", "deci", "F32", config, keys)
+    folder = open_model_folder(tmp_path / "model.gguf")
+    tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected = reference(tokens).logits
+    actual = whole(load_model(folder, CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_linear_layer_in_place_of_attention_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "hf", *CASES["nemotron-nas-every-kind"])
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    sizes = {"deci.attention.head_count_kv": [2, 0, 4, 1], "deci.feed_forward_length": [512, 256, 0, 256]}
+    keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), **sizes}
+    gguf_files.write_model(tmp_path / "hf", tmp_path / "model.gguf", "deci", "F32", config, keys)
+    with pytest.raises(ModelError, match="replace_with_linear"):
+        open_model_folder(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize(
