@@ -19,8 +19,6 @@ from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput
-from mycli.runtime.errors import UsageError
-from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message, Tool, takes_tools
 from mycli.runtime.tokenizer.parsing.reasoning_parser import prompt_end, reasoning_format
@@ -242,13 +240,6 @@ def _interval(values: Sequence[float]) -> Interval:
     means = sorted(sum(source.choices(values, k=len(values))) / len(values) for _ in range(_RESAMPLES))
     tail = round(0.025 * _RESAMPLES)
     return Interval(mean, means[tail], means[-tail - 1])
-
-
-def require_same_vocabulary(reference: ModelConfig, candidate: ModelConfig) -> None:
-    """Raise UsageError for models whose logits are of different tokens."""
-    sizes = reference.vocab_size, candidate.vocab_size
-    if sizes[0] != sizes[1]:
-        raise UsageError(f"models with vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared", "")
 
 
 @torch.no_grad()

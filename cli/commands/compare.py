@@ -186,7 +186,8 @@ def compare(
         raise UsageError(
             f"{model} and {candidate} render or tokenize the prompts differently", "compare related models"
         )
-    from mycli.quant.comparison import compare_replies, measure_divergence, require_same_vocabulary
+    from mycli.quant.comparison import compare_replies, measure_divergence
+    from mycli.quant.evaluate import require_same_vocabulary
     from mycli.quant.layer_streaming import StreamedModel
 
     require_same_vocabulary(folders[0].config, folders[1].config)  # before minutes of replies

@@ -6,7 +6,6 @@ it; then it reports each tensor's error.
 
 import importlib
 import math
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
