@@ -18,24 +18,21 @@ def _in_best_groups(
     ranked, expert, known, experts, top_groups, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr
 ):
     """Return which experts are in the `top_groups` groups with the largest sum of their BEST highest scores."""
-    group = expert // (experts // GROUPS)
-    sums: tl.tuple = ()
+    LANES: tl.constexpr = triton.next_power_of_2(GROUPS)
+    group, lane = expert // (experts // GROUPS), tl.arange(0, LANES)
+    sums = tl.full((LANES,), float("-inf"), tl.float32)
     for index in tl.static_range(GROUPS):
         inside = tl.where(known & (group == index), ranked, float("-inf"))
         best = tl.max(inside, 0)
         if BEST == 2:
             first = tl.min(tl.where(inside == best, expert, EXPERTS), 0)
             best += tl.max(tl.where(expert == first, float("-inf"), inside), 0)
-        sums = sums + (best,)
+        sums = tl.where(lane == index, best, sums)
     taken = expert < 0
     for index in tl.static_range(GROUPS):
-        ahead = 0
-        for other in tl.static_range(GROUPS):
-            if other < index:  # among equals the first is higher
-                ahead += (sums[other] >= sums[index]).to(tl.int32)
-            elif other > index:
-                ahead += (sums[other] > sums[index]).to(tl.int32)
-        taken = taken | ((group == index) & (ahead < top_groups))
+        mine = tl.max(tl.where(lane == index, sums, float("-inf")), 0)
+        ahead = (lane < GROUPS) & ((sums > mine) | ((sums == mine) & (lane < index)))  # among equals the first is higher
+        taken = taken | ((group == index) & (tl.sum(ahead.to(tl.int32), 0) < top_groups))
     return taken
 
 
