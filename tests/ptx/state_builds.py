@@ -40,6 +40,7 @@ def latent_builds(capability: int) -> Iterator[Build]:
     given = {"query": "*bf16", "rotated_query": "*bf16", "lengths": "*i32", "counts": None, "block_table": "*i32"}
     given |= {"block_size": "i32", "table_width": "i32", "scale": "fp32", "tokens": "i32"}
     sizes = {"HEADS": 128, "RANK": 512, "ROPE": 64, "BLOCK_H": 16, "BLOCK_R": 512, "BLOCK_P": 64, "BLOCK_K": 32}
+    chip = Chip(divmod(capability, 10), 132)
     for how, cached, scales in (("", "*bf16", None), (" int8", "*i8", "*fp32")):
         held = {"latents": cached, "rotated": cached, "latent_scales": scales, "rotated_scales": scales}
         for split, out in (("", {"out": "*bf16", "stats": None}), (" in splits", {"out": "*fp32", "stats": "*fp32"})):
@@ -48,8 +49,8 @@ def latent_builds(capability: int) -> Iterator[Build]:
                 latent_kernel,
                 given | held | out,
                 sizes | {"DOT": tl.bfloat16, "ASM": True},
-                latent_warps(torch.int8 if scales else torch.bfloat16),
-                latent_stages(Chip(divmod(capability, 10), 132)),
+                latent_warps(chip, torch.int8 if scales else torch.bfloat16),
+                latent_stages(chip),
                 unaligned=("tokens", "table_width"),
             )
     parts = {"parts": "*fp32", "stats": "*fp32", "out": "*bf16", "splits": "i32"}

@@ -19,8 +19,9 @@ _MAX_SPLITS = 32
 _LEAST_KEYS = 256  # of a split, at the end of the cache
 
 
-def latent_warps(stored: torch.dtype) -> int:
-    return 8 if stored == torch.int8 else 4  # in 4 warps its conversion would spill registers
+def latent_warps(chip: Chip, stored: torch.dtype) -> int:
+    # In 4 warps the conversion of int8 would spill registers, and so would one stage of loads.
+    return 4 if latent_stages(chip) > 1 and stored != torch.int8 else 8
 
 
 def latent_stages(chip: Chip) -> int:
@@ -76,7 +77,7 @@ def launch_latent_attention(
         BLOCK_K=_KEYS,
         DOT=dot if uses_ptx() else language.float32,  # the interpreter would multiply bf16 as integers
         ASM=uses_ptx(),
-        num_warps=latent_warps(latents.data.dtype),
+        num_warps=latent_warps(chip, latents.data.dtype),
         num_stages=latent_stages(chip),
     )
     if stats is not None:
