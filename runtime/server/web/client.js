@@ -33,7 +33,9 @@ async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const {value, done} = await reader.read();
+    const {value, done} = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new RequestError("The connection to the server ended during the reply.", 0);
+    });
     if (done) return;
     held += value;
     const parts = held.split("\n\n");
@@ -44,12 +46,18 @@ async function* events(response) {
   }
 }
 
+async function post(path, body, signal) {
+  try {
+    return await fetch(path, {method: "POST", headers: headers(), signal, body: JSON.stringify(body)});
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new RequestError("The server cannot be reached.", 0);
+  }
+}
+
 // Yields {text, reasoning, reason, usage} as they arrive; each may be absent.
 export async function* streamReply(body, signal) {
-  const response = await fetch("v1/chat/completions", {
-    method: "POST", headers: headers(), signal,
-    body: JSON.stringify({...body, stream: true, stream_options: {include_usage: true}}),
-  });
+  const sent = {...body, stream: true, stream_options: {include_usage: true}};
+  const response = await post("v1/chat/completions", sent, signal);
   if (!response.ok) throw await refused(response);
   for await (const event of events(response)) {
     if (event.error) throw new RequestError(event.error.message, 0);

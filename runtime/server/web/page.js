@@ -9,8 +9,9 @@ import {conversations, createConversation, keep, openId, setOpenId} from "./stor
 import {addUserTurn, removeTurns, ReplyView, scrollDown} from "./turns.js";
 
 let conversation = createConversation();
+let leaving = false;
 let running = null;  // {control, conversation, message} of the reply that streams
-const showSide = sidebar(() => conversation.id, {onOpen: open, onRemove: removed});
+const showSide = sidebar(() => conversation.id, {onOpen: open, onRemove: removed, onStorage: refresh});
 
 function showMessage(message, index) {
   if (message.role === "user") addUserTurn(message, (content) => again(index, {...message, content}));
@@ -24,6 +25,7 @@ function show() {
 }
 
 function open(id) {
+  if (id === conversation.id) return;  // what is stored lacks the reply that streams
   const stored = conversations().find((other) => other.id === id);
   if (!stored) return;
   running?.control.abort();
@@ -32,6 +34,15 @@ function open(id) {
   showProblem("");
   show();
   showSide();
+}
+
+// Shows what another tab added to the open conversation: this tab's next reply would overwrite it.
+function refresh() {
+  const stored = conversations().find((other) => other.id === conversation.id);
+  if (!stored || running || document.querySelector(".editing")) return;
+  if (JSON.stringify(stored.messages) === JSON.stringify(conversation.messages)) return;
+  conversation = stored;
+  show();
 }
 
 function fresh() {
@@ -99,10 +110,12 @@ async function reply(restore) {
   const message = {role: "assistant", content: "", model: body.model, note: ""}, index = mine.messages.length;
   const view = new ReplyView(body.model, () => again(index));
   running = {control, conversation: mine, message};
+  setOpenId(mine.id);
   view.busy(true);
   busy(true);
   scrollDown();
   const arrived = await receive(message, view, {...body, messages: sent}, control);
+  if (leaving) return;  // the request failed because the page goes, which has kept the reply
   view.busy(false);
   if (arrived && (message.content || message.reasoning)) {
     mine.messages.push(message);
@@ -177,14 +190,20 @@ function onKey(event) {
   act();
 }
 
-// A page that is closed keeps what has arrived.
+// A page that is closed keeps what has arrived, and a question that has no answer yet.
 function keepPartial() {
   const {conversation: mine, message} = running ?? {};
-  if (mine && !mine.removed && message.content) keep({...mine, messages: [...mine.messages, message]});
+  leaving = true;
+  if (!mine || mine.removed) return;
+  const arrived = message.content || message.reasoning;
+  const stored = conversations().find((other) => other.id === mine.id)?.messages.length ?? 0;
+  if (arrived) keep({...mine, messages: [...mine.messages, message]});
+  else if (mine.messages.length > stored) keep(mine);  // shorter before another reply to the same question
 }
 
 at("write").addEventListener("submit", ask);
 addEventListener("pagehide", keepPartial);
+addEventListener("pageshow", (event) => { if (event.persisted) location.reload(); });  // its request has ended
 at("stop").addEventListener("click", () => running?.control.abort());
 at("fresh").addEventListener("click", fresh);
 at("problem").lastElementChild.addEventListener("click", () => showProblem(""));

@@ -6,10 +6,12 @@ import {asMarkdown, conversations, remove, rename, titleOf} from "./storage.js";
 const fileName = (conversation) => titleOf(conversation).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "conversation";
 
 export function openSide(open) {
-  document.body.classList.toggle("listing", open);
-  at("shade").hidden = !open;
-  at("open-side").ariaExpanded = String(open);
-  (open ? at("close-side") : at("prompt")).focus();
+  const drawer = at("open-side").offsetParent !== null;  // on a wide screen the list is always shown
+  document.body.classList.toggle("listing", open && drawer);
+  at("shade").hidden = !(open && drawer);
+  at("open-side").ariaExpanded = String(open && drawer);
+  const first = drawer ? at("close-side") : document.querySelector("#conversations .title");
+  ((open && first) || at("prompt")).focus();
 }
 export const sideIsOpen = () => document.body.classList.contains("listing");
 
@@ -54,7 +56,7 @@ function entry(conversation, current, {onOpen, onRemove, show}) {
 }
 
 // `current`: a function that returns the id of the open conversation.
-export function sidebar(current, {onOpen, onRemove}) {
+export function sidebar(current, {onOpen, onRemove, onStorage}) {
   const show = () => {
     const all = conversations();
     at("conversations").replaceChildren(...all.map((one) => entry(one, current(), {onOpen, onRemove, show})));
@@ -67,6 +69,6 @@ export function sidebar(current, {onOpen, onRemove}) {
   at("export-all").addEventListener("click", () => {
     download("mycli-conversations.json", "application/json", JSON.stringify(conversations(), null, 2));
   });
-  addEventListener("storage", show);  // another tab has written
+  addEventListener("storage", () => { onStorage(); show(); });  // another tab has written
   return show;
 }

@@ -1,0 +1,81 @@
+"""The page when its user leaves, opens a second tab or loses the server."""
+
+import json
+
+import pytest
+
+from mycli.runtime.engine.loading.loader import LoadedModel
+from tests.runtime.server.conftest import Scripted
+from tests.runtime.server.test_page import ask, browser, click, meet, replied, roles, shown, stored
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.served import ScriptedEngine, serving
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+__all__ = ["browser"]  # the fixture
+
+
+def test_the_open_conversation_may_be_clicked_while_its_reply_streams(browser: Browser, loaded: LoadedModel) -> None:
+    with serving(loaded, ScriptedEngine(lambda request: [90] * (5 if len(request.prompt) < 40 else 300))) as served:
+        meet(browser, served)
+        ask(browser, "One")
+        ask(browser, "Two " * 20, 0)
+        click(browser, "#conversations .title")
+        replied(browser, 2)
+        ask(browser, "Three", 3)
+        assert [role for role, _ in roles(browser)] == ["user", "assistant"] * 3
+
+
+def test_a_question_without_an_answer_survives_a_reload(browser: Browser, loaded: LoadedModel) -> None:
+    engine = ScriptedEngine(lambda request: [90] * 5)
+    with serving(loaded, engine) as served:
+        meet(browser, served)
+        engine.held.clear()
+        ask(browser, "A question", 0)
+        browser.wait("document.body.matches('.generating')")
+        browser.open(f"{served.url}/")
+        browser.wait("document.title.startsWith('pico')")
+        engine.held.set()
+        assert shown(browser, ".user .text") == ["A question"] and roles(browser) == [("user", "A question")]
+
+
+def test_messages_of_another_tab_are_not_overwritten(browser: Browser, scripted: Scripted) -> None:
+    with scripted("Hi") as served:
+        meet(browser, served)
+        ask(browser, "One")
+        (conversation,) = stored(browser)
+        conversation["messages"] += [{"role": "user", "content": "Two"}, {"role": "assistant", "content": "Hi"}]
+        written = json.dumps(json.dumps([conversation]))
+        browser.run(
+            f"localStorage.setItem('mycli.conversations', {written}); dispatchEvent(new StorageEvent('storage'))"
+        )
+        assert shown(browser, ".user .text") == ["One", "Two"]
+        ask(browser, "Three", 3)
+        assert [text for role, text in roles(browser) if role == "user"] == ["One", "Two", "Three"]
+
+
+def test_a_server_that_is_gone_is_named(browser: Browser, scripted: Scripted) -> None:
+    with scripted("Hi") as served:
+        meet(browser, served)
+    ask(browser, "Hello?", 0)
+    browser.wait("!document.getElementById('problem').hidden")
+    assert shown(browser, "#problem span") == ["The server cannot be reached."]
+    assert browser.run("document.getElementById('prompt').value") == "Hello?"
+
+
+def test_a_wide_table_scrolls(browser: Browser, scripted: Scripted) -> None:
+    row = "| " + "Heading | " * 9
+    with scripted(f"{row}\n|{'---|' * 9}\n{row}\n") as served:
+        meet(browser, served, 340)
+        ask(browser, "Go")
+        table = "document.querySelector('.body table')"
+        assert browser.run(f"{table}.scrollWidth") > 400 > browser.run("document.documentElement.scrollWidth")
+        assert browser.run(f"{table}.clientHeight") < 120
+
+
+def test_on_a_wide_screen_the_key_of_the_list_moves_the_focus_to_it(browser: Browser, loaded: LoadedModel) -> None:
+    with serving(loaded, ScriptedEngine(lambda request: [90] * 5)) as served:
+        meet(browser, served)
+        ask(browser, "One")
+        browser.press("l", 76, code="KeyL", modifiers=1)
+        assert browser.run("document.activeElement.className") == "title"
+        assert not browser.run("document.body.matches('.listing')")
