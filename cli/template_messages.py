@@ -61,7 +61,7 @@ TEMPLATE_MESSAGES: Mapping[str, tuple[str, str]] = {
         "declare it: response_template in tokenizer_config.json",
     ),
     "calls-refused": ("a conversation with a tool call: {cause}", ""),
-    "several-calls-refused": ("two calls in one message: {cause}", "clients must send parallel_tool_calls: false"),
+    "several-calls-refused": ("two calls in one message: {cause}", "the server renders them one after another"),
     "call-ids-refused": ("a call id of the server: {cause}", "remove the check"),
     "result-not-rendered": ("the result of a tool is not rendered", "render messages of the role tool"),
     "reasoning-dropped": ("the reasoning of earlier replies is not rendered", ""),
