@@ -55,6 +55,6 @@ def written_architecture(config: ModelConfig, outer_type: str = "") -> Architect
             recurrent = frozenset(spec.index for spec in config.layer_specs if spec.recurrent is not None)
             return replace(architecture, recurrent_layers=recurrent)
     raise ModelError(
-        f"config.json: model_type {model_type!r} cannot be written as GGUF: llama.cpp has no architecture for it",
+        f"config.json: model_type {model_type!r} cannot be written as GGUF: no architecture is written for this family",
         "export to safetensors",
     )
