@@ -32,7 +32,7 @@ def test_reasoning_before_the_message_stays_reasoning(scripted: Scripted, reason
     with scripted("Tokyo.", model=reasoning) as served:
         assert joined(served.ask("POST", "/v1/chat/completions", body))[0] == "Tokyo."
         prompt = served.service.worker.engine.prompts[-1]
-        text = served.service.spelled(prompt)
+        text = served.service.loaded.tokenizer.spelled(prompt)
         assert text.endswith("assistant\n<think>\nThink <|im_end|>.\n</think>\n\nIt is ")
         end = reasoning.tokenizer.encode("<|im_end|>", add_special=False, allow_special=True)
         assert prompt.count(end[0]) == 1  # the one after the question: control tokens spelled in a message are text
