@@ -343,6 +343,17 @@ def test_a_part_that_waits_for_another_is_in_memory() -> None:
     assert pass_values(replace(layer, parallel=True)) - pass_values(layer) == 4096
 
 
+def test_layers_without_attention_hold_the_values_of_their_part() -> None:
+    config = published("Nemotron-H-8B")
+    hidden, layers = config.hidden_size, config.layer_specs
+    expected = {
+        layer.index: 2 * hidden + layer.recurrent.forward_values() for layer in layers if layer.recurrent is not None
+    }
+    expected |= {layer.index: 2 * hidden + 4 * layer.dense_mlp.size + hidden for layer in layers if layer.mixer is None}
+    assert len(expected) == 24 + 24
+    assert {index: pass_values(layers[index]) for index in expected} == expected
+
+
 def test_captured_passes_are_padded_to_powers_of_two() -> None:
     for count in range(1, 257):
         power = 1 << (count - 1).bit_length()

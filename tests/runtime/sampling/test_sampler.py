@@ -305,3 +305,11 @@ def test_an_id_beyond_the_vocabulary_counts_as_its_last_token() -> None:
         padded = Sampler(sampling, VOCAB, torch.device("cpu"))
         padded.resume([VOCAB + 3], False)
         assert int(padded.sample(logits)) == int(sampler.sample(logits)) == 0
+
+
+def test_a_draft_token_is_accepted_for_numbers_below_its_chance() -> None:
+    """A number may be 0, and a token with chance 0 is never accepted."""
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1), VOCAB, torch.device("cpu"))
+    numbers = torch.tensor(sampler.numbers.peek(4), dtype=torch.float64)
+    assert sampler.accept(numbers[:1]) == 0
+    assert sampler.accept(numbers[1:].nextafter(torch.ones(3, dtype=torch.float64))) == 3

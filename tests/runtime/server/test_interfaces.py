@@ -45,6 +45,13 @@ def test_a_silent_stream_sends_events_of_its_interface(scripted: Scripted, route
         assert kinds.count(silent) >= 3
 
 
+@pytest.mark.parametrize(("length", "status"), [(512, 200), (513, 400)])
+def test_a_prompt_may_fill_the_context(served: Served, length: int, status: int) -> None:
+    """The one token of its reply needs no place in the cache."""
+    answer = served.ask("POST", "/v1/completions", {"model": "pico", "prompt": [5] * length, "max_tokens": 1})
+    assert answer.status == status, answer.body
+
+
 def test_context_errors_are_in_the_words_that_clients_look_for(served: Served) -> None:
     long = [{"role": "user", "content": "word " * 1000}]
     answer = served.ask("POST", "/v1/chat/completions", {"messages": long})

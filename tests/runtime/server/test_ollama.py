@@ -12,8 +12,9 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.settings import ServerSettings
+from mycli.runtime.server.ollama import card
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.ollama.request import OllamaChatRequest, read_options
+from mycli.runtime.server.ollama.request import OllamaChatRequest, ollama_spec, read_options
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
 from tests.support.paths import ROOT
@@ -112,6 +113,20 @@ def test_thinking_is_a_field(reasoning: LoadedModel, scripted: Scripted, think: 
         assert "".join(part.thinking or "" for part in parts) == (shown or "")
 
 
+@pytest.mark.parametrize("think", [None, ""])
+def test_a_request_without_think_leaves_it_to_the_template(think: str | None) -> None:
+    body = OllamaChatRequest.model_validate({"model": "pico", "messages": MESSAGES, "think": think})
+    assert ollama_spec(body, [], read_options(body, 512)).arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(8_030_261_248, "8.0B"), (10**9, "1.0B"), (134_515_008, "134.5M"), (9_950, "9.9K"), (999, "999")],
+)
+def test_the_number_of_parameters_has_a_unit(count: int, text: str) -> None:
+    assert card._short(count) == text
+
+
 def test_a_request_without_a_prompt_loads_or_unloads(client: ollama.Client) -> None:
     assert client.generate("pico").done_reason == "load"
     assert client.chat("pico", []).done_reason == "load"
@@ -123,6 +138,12 @@ def test_a_request_without_a_prompt_loads_or_unloads(client: ollama.Client) -> N
     [
         ("generate", {"prompt": "a", "options": {"mirostat": 1}}, 400, "options.mirostat: is not supported"),
         ("generate", {"prompt": "a", "options": {"temperature": "hot"}}, 400, "options.temperature: must be a number"),
+        (
+            "generate",
+            {"prompt": "a", "options": {"seed": -(1 << 63) - 1}},
+            400,
+            "options.seed: must be at least -92233",
+        ),
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: is not supported"),
         ("generate", {"prompt": "a", "context": [1]}, 400, "context: is not supported"),
         ("generate", {"prompt": "a", "images": ["AAAA"]}, 400, "images: is not supported"),

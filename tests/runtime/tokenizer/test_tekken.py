@@ -88,6 +88,11 @@ def test_a_list_of_special_tokens_replaces_the_legacy_one(tmp_path: Path) -> Non
     assert tokenizer.vocabulary[:24] == [*names, *(f"<SPECIAL_{index}>" for index in range(6, 24))]
 
 
+def test_special_tokens_may_have_every_id_below_the_text(tmp_path: Path) -> None:
+    entries = [{"rank": rank, "token_str": token} for rank, token in enumerate(SPECIAL)]
+    assert load(tmp_path, tekken(special_tokens=entries)).vocabulary[:24] == SPECIAL
+
+
 def test_a_tokenizer_json_is_preferred(tmp_path: Path, legacy: Tokenizer) -> None:
     (tmp_path / "tekken.json").write_text(json.dumps(tekken()))
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -207,6 +207,7 @@ def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
     folder = open_model_folder(path)
     model = load_model(folder, CPU).model
     assert bool(folder.packings) == kind.startswith("Q")
+    assert folder.config.dtype == ("float16" if kind == "F16" else "bfloat16")
 
     def library(name: str) -> Tensor:
         tensor = stored[name]

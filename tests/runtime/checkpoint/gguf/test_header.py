@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mycli.runtime.checkpoint.gguf.files import join_headers
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel, parse_gguf_header
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, Unwritten, make_gguf_header
-from mycli.runtime.checkpoint.gguf_parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.utils.json_fields import Fields
 from tests.attacks import gguf_attacks as attacks
@@ -210,6 +210,14 @@ def test_names_of_parts_that_no_model_begins_with(name: str) -> None:
         part_names(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("m.gguf", True), (f"sha256-{'0a' * 32}", True), ("sha256-0a", False), ("model.safetensors", False)],
+)
+def test_a_gguf_file_is_known_by_its_ending_or_as_a_blob_of_ollama(name: str, known: bool) -> None:
+    assert is_gguf(Path("models") / name) is known
+
+
 def test_arrays_are_numbers_not_objects() -> None:
     """The alternative, lists of Python floats, would take thirty times the memory for a vocabulary's scores."""
     data = attacks.gguf((attacks.key(b"f", attacks.ARRAY, attacks.array(attacks.F32, 1000, bytes(4000))),))
@@ -249,7 +257,7 @@ def test_arrays_of_every_kind_are_read_by_the_library(tmp_path: Path) -> None:
     assert header.metadata.values["none"] == [] and header.arrays["importance"].shape == (3,)
 
 
-@pytest.mark.parametrize("alignment", [8, 64])
+@pytest.mark.parametrize("alignment", [1, 8, 64])
 def test_tensors_lie_at_multiples_of_the_alignment(alignment: int) -> None:
     keys = (attacks.key(b"general.alignment", attacks.U32, struct.pack("<I", alignment)),)
     second = -(-48 // alignment) * alignment

@@ -56,3 +56,13 @@ def test_older_files_of_minicpm_have_the_multipliers_of_the_2b_model() -> None:
     config = gguf_folder({**facts, "keys": keys}).config
     assert (config.embedding_scale, config.logit_scale) == (12, 256 / 64)
     assert config.residual_scale == pytest.approx(1.4 / 3**0.5)
+
+
+def test_experts_of_granite_with_windows_need_no_shared_expert() -> None:
+    """llama.cpp's converter leaves out the key of its size if a model has none."""
+    facts = FACTS["granitemoe_swa-window7-shared"]
+    keys = {key: value for key, value in facts["keys"].items() if "shared" not in key}
+    tensors = {name: shape for name, shape in facts["tensors"].items() if "shexp" not in name}
+    folder = gguf_folder({**facts, "keys": keys, "tensors": tensors})
+    assert len(keys) == len(facts["keys"]) - 1 and len(tensors) < len(facts["tensors"])
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}

@@ -148,6 +148,20 @@ def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> N
     )
 
 
+def test_a_token_taken_back_for_lack_of_room_shortens_the_reply(pico: Tokenizer) -> None:
+    """The model agrees with all tokens after it, but what it began is missing, so the reply ends by its limit."""
+    person = {"type": "array", "items": SCHEMAS["person"]}
+    state = grammar_of(person, pico).start(limits=ReplyLimits(8))
+    (opened,), (brace,), (closed,) = (pico.encode(text, add_special=False) for text in "[{]")
+    drawn: list[int] = []
+    for wanted in (opened, brace, pico.eos[0]):
+        logits = torch.zeros(1, SIZE)
+        logits[0, wanted] = 50.0
+        assert int(state.apply(logits).argmax()) == wanted
+        drawn += state.accept([wanted])
+    assert drawn == [opened, closed, pico.eos[0]] and state.shortened
+
+
 def test_limits_count_the_time(pico: Tokenizer) -> None:
     """The fake clock advances one second per token, and the reply ends by the 40th."""
     ticks = iter(range(10_000))

@@ -22,6 +22,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.grammars import grammar
 from mycli.runtime.sampling.grammars.grammar import (
     JSON_MODE,
+    MAX_DEPTH,
     MAX_SOURCE,
     Grammar,
     GrammarCompiler,
@@ -197,6 +198,14 @@ HOSTILE = {
 def test_hostile_schema_refused_before_generation(pico: Tokenizer, name: str) -> None:
     with pytest.raises(UsageError):
         Grammar.from_schema(json.dumps(HOSTILE[name]), "s.json", pico, frozenset(pico.eos))
+
+
+def test_the_deepest_schema_has_as_many_levels_as_the_limit(pico: Tokenizer) -> None:
+    """Text and innermost schema are two of the levels."""
+    stop_ids = frozenset(pico.eos)
+    assert Grammar.from_schema(json.dumps(nested(MAX_DEPTH - 2)), "s.json", pico, stop_ids).ready
+    with pytest.raises(UsageError, match=f"nested more than {MAX_DEPTH} levels deep"):
+        Grammar.from_schema(json.dumps(nested(MAX_DEPTH - 1)), "s.json", pico, stop_ids)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "true", "nul", '"a"', "[" * 100_000])

@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammars import probe
-from mycli.runtime.sampling.grammars.json_schema import LARGEST_INTEGER, MAX_NODES, UNSUPPORTED, prepare
+from mycli.runtime.sampling.grammars.json_schema import LARGEST_INTEGER, MAX_NODES, UNSUPPORTED, count_values, prepare
 from tests.support.bombs import BOMBS, doubling
 
 NAMES = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "number"}}}
@@ -122,6 +122,38 @@ def test_parts_found_by_any_reference_are_closed_together(reference: str) -> Non
     assert set(schema["properties"]) == {"id", "name", "age"}
     with pytest.raises(ValueError, match="more than"):
         prepare(json.loads(json.dumps(doubling(20, "anyOf")).replace("#/$defs", "#/%24defs")), True, True)
+
+
+@pytest.mark.parametrize(
+    ("part", "is_closed"),
+    [
+        ({"description": "anything"}, False),
+        ({"type": "object"}, False),
+        ({"type": ["null", "object"]}, False),
+        ({"type": "null"}, True),
+    ],
+    ids=["any value", "object", "object or null", "null"],
+)
+def test_an_alternative_that_may_be_any_object_leaves_its_object_open(part: dict[str, Any], is_closed: bool) -> None:
+    schema = closed({"type": "object", "properties": {"id": {}}, "anyOf": [NAMES, part]})
+    assert ("additionalProperties" in schema) == is_closed
+
+
+@pytest.mark.parametrize(
+    ("schema", "count"),
+    [
+        ({"type": "string"}, 1),
+        ({"enum": ["a", "b"]}, 1),
+        ({"type": "object", "properties": {"a": {"const": 1}, "b": NAMES}}, 3),
+        ({"type": "object", "properties": {"a": {"type": "array"}}}, None),
+        ({**NAMES, "additionalProperties": True}, None),
+        ({**NAMES, "allOf": [{"required": ["more"]}]}, None),
+        ({"type": "string", "$ref": "#/$defs/a"}, None),
+    ],
+)
+def test_values_are_counted_where_a_schema_bounds_them(schema: dict[str, Any], count: int | None) -> None:
+    """The default length of a reply of `mycli run` follows from the count."""
+    assert count_values(schema) == count
 
 
 def test_references_and_identifiers_become_uris() -> None:
