@@ -54,6 +54,8 @@ def test_a_prompt_spelled_like_a_preset_is_a_prompt() -> None:
     presets = {"leo": {"model": "pico", "ctx": "1k"}}
     assert apply_preset(["run", "pico", "leo"], presets, model_of) == (["run", "pico", "leo"], {})
     assert apply_preset(["run", "leo", "leo"], presets, model_of) == (["run", "pico", "leo"], {"ctx": "1k"})
+    line = ["run", "--system", "leo", "leo"]
+    assert apply_preset(line, presets, lambda words: words[-1]) == ([*line[:3], "pico"], {"ctx": "1k"})
 
 
 @pytest.fixture
