@@ -2,13 +2,16 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mycli.cli.commands.choose import STATED_KL, _source
+from mycli.runtime.hub.store import RECORD
 from tests.support.command_line import Mycli
+from tests.support.paths import PICO
 
 
 @pytest.fixture
@@ -39,6 +42,18 @@ def test_a_loss_at_the_limit_is_accepted(answer: Any) -> None:
     assert refused["error"]["exit_code"] == 2 and "--max-kl" in refused["error"]["message"]
     nothing = answer("1MiB", "--max-kl", "1")
     assert nothing["error"]["exit_code"] == 5, "nothing fits: the limit is not the cause"
+
+
+def test_of_equal_copies_the_first_is_chosen(answer: Any, tmp_path: Path) -> None:
+    """A copy that loses nothing and is as large as the model."""
+    copy = tmp_path / "home" / "models" / "pico-copy"
+    shutil.copytree(PICO, copy)
+    record = {"source": {"name": "pico"}, "card": {"divergence": {"kl": {"value": 0.0}}}}
+    (copy / RECORD).write_text(json.dumps(record))
+    found = answer("24GiB")
+    first, second = found["candidates"][:2]
+    assert second["name"] == "pico-copy" and second["memory_bytes"] == first["memory_bytes"]
+    assert second["kl"] == first["kl"] == 0 and found["best"] == "pico"
 
 
 @pytest.mark.parametrize(
