@@ -38,7 +38,8 @@ def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path: Pat
         assert running_servers(tmp_path / "file") == []
 
 
-def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycli) -> None:
+@pytest.mark.parametrize("name", [[], ["first"]], ids=["the only one", "by name"])
+def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycli, name: list[str]) -> None:
     assert mycli("ps").stdout == "" and mycli("stop").returncode == 4
     with process(environment, "--alias", "first", "--log-format", "json") as (one, port):
         with process(environment) as (two, other):
@@ -55,7 +56,7 @@ def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycl
             assert len(json.loads(mycli("ps", "--json").stdout)["servers"]) == 1
             assert mycli("stop", str(other)).returncode == 4
         response = begin(port)
-        done = mycli("stop")
+        done = mycli("stop", *name)
         assert done.returncode == 0 and done.stdout.startswith("stopped first at http://")
         assert response.read().endswith(b"data: [DONE]\n\n") and one.wait(20) == 143
         assert one.stderr is not None
