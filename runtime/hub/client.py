@@ -297,7 +297,10 @@ def _token() -> str | None:
         return None
     import huggingface_hub
 
-    token = huggingface_hub.get_token()
+    try:
+        token = huggingface_hub.get_token()
+    except UnicodeDecodeError:  # a token file in UTF-16, as PowerShell's `>` writes it
+        token = "\0"
     # A newline in the token would forge a header.
     if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
         raise UsageError("HF_TOKEN, or the token file, holds characters that no token can have", code="log-in")

@@ -119,6 +119,14 @@ def test_d11_errors_are_one_line_and_4(server: HubServer, mycli: Mycli) -> None:
     assert mycli("pull", REPO, env={"HF_ENDPOINT": "nonsense"}).returncode == 2
 
 
+def test_a_token_file_in_utf16_is_2(server: HubServer, mycli_process: Mycli, tmp_path: Path) -> None:
+    """PowerShell's `>` writes such files."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text("hf_fromfile\n", encoding="utf-16")
+    done = mycli_process("pull", REPO)
+    assert done.returncode == 2 and "the token file, holds characters" in done.stderr
+
+
 def test_the_token_of_the_file_is_sent(server: HubServer, mycli_process: Mycli, tmp_path: Path) -> None:
     """Run in a child process: huggingface_hub reads the token file's location on import."""
     (tmp_path / "hf").mkdir()
