@@ -45,7 +45,7 @@ class SlashCommands:
         name, *rest = line.split(maxsplit=1)
         method = self.commands.get(ALIASES.get(name, name))
         if method is None:
-            close = difflib.get_close_matches(name, [*self.commands, *ALIASES], 1, 0.6)
+            close = difflib.get_close_matches(name, [*self.commands, *ALIASES], 1, 0.6) if name != "/" else []
             similar = f"; did you mean {close[0]}?" if close else ""
             hint = "/? lists the commands; start with a space to send a message that begins with /"
             raise UsageError(f"{name}: no such command{similar}", hint)
@@ -84,6 +84,8 @@ class SlashCommands:
         kinds = self._settings()
         if name not in kinds:
             raise UsageError(f"/set {name}: no such setting", f"use one of: {', '.join([*kinds, 'think'])}")
+        if not value:
+            raise UsageError(f"/set {name} needs a value", f"for example: /set {name} 1; /show prints the settings")
         try:
             number = kinds[name](value)
         except ValueError:
@@ -102,9 +104,15 @@ class SlashCommands:
 
     def _think(self, value: str) -> None:
         template = self.chat.loaded.model.tokenizer.template
-        if value not in ("on", "off") or template is None:
-            raise UsageError(f"/set think: {value!r} is not on or off", "for example: /set think on")
-        self.chat.arguments = thinking(template, value == "on")
+        if value not in ("on", "off"):
+            problem = f": {value!r} is not on or off" if value else " needs a value"
+            raise UsageError(f"/set think{problem}", "for example: /set think on")
+        if template is None:
+            raise UsageError("/set think: the model has no chat template", "start with --chat-template FILE")
+        try:
+            self.chat.arguments = thinking(template, value == "on")
+        except UsageError as error:  # its hint names the option
+            raise UsageError(f"/set think: {error}", "the model decides whether it reasons") from None
 
     def system(self, argument: str) -> None:
         """[TEXT]: show or set the system prompt; none removes it"""

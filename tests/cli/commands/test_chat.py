@@ -215,9 +215,13 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         "/set seed 99999999999999999999": "out of range",
         "/set think on": "cannot turn reasoning on or off",
         "/set think maybe": "is not on or off",
+        "/set think": "/set think needs a value",
+        "/set temperature": "/set temperature needs a value",
         "/cler": "did you mean /clear?",
     }.items():
         assert message in " ".join(say(chat, wrong).split()), wrong
+    assert "--think" not in say(chat, "/set think on"), "an option that was not typed"
+    assert "did you mean" not in say(chat, "/"), "every command is as close"
     chat.sendline("/exit")
     assert leave(chat) == 0
     again = terminal("--session", str(session))
