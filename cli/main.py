@@ -17,7 +17,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
 from mycli.cli.output import Output, writing_stdout
 from mycli.cli.text.input import prepare_streams
-from mycli.runtime.errors import ExitCode
+from mycli.runtime.errors import ExitCode, ModelError
 
 # name -> (file and function, summary in the list of commands), in the order a new user needs them
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -187,6 +187,11 @@ def replace_old_bench(arguments: list[str]) -> list[str]:
     return arguments
 
 
+def replace_help(arguments: list[str]) -> list[str]:
+    """Return `help COMMAND` as `COMMAND --help`, and `help` as `--help`."""
+    return [*arguments[1:], "--help"] if arguments[:1] == ["help"] else arguments
+
+
 def join_sweep(arguments: list[str]) -> list[str]:
     """Return `--sweep bits=4,3 method=rtn` with its values in one word: the parser takes one value of an option."""
     if "--sweep" not in arguments or _command_name(arguments) != "quantize":
@@ -217,14 +222,23 @@ def _defaults(name: str, arguments: list[str]) -> tuple[list[str], dict[str, Any
     return arguments, defaults
 
 
+def _require_current_folder() -> None:
+    # A library that torch loads ends the process without it, and relative paths mean nothing.
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ModelError("the current folder was deleted", "change to a folder that exists: cd") from None
+
+
 def _run(arguments: list[str]) -> ExitCode:
-    arguments = join_sweep(replace_old_bench(reorder(arguments)))
+    arguments = join_sweep(replace_old_bench(replace_help(reorder(arguments))))
     if not arguments or arguments in ([group] for group in GROUPS):
         arguments.append("--help")
     completing = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
     name = _command_name(completing.split()[1:] if "_MYCLI_COMPLETE" in os.environ else arguments)
     defaults: dict[str, Any] = {}
     if name and not {"-h", "--help"} & set(arguments):
+        _require_current_folder()
         arguments, defaults = _defaults(name, arguments)
     parser = program(name)
     try:

@@ -17,7 +17,6 @@ FOREIGN_COMMANDS = {
     "delete": "mycli rm",
     "download": "mycli pull",
     "generate": "mycli run",
-    "help": "mycli COMMAND --help",
     "info": "mycli show",
     "ls": "mycli list",
     "perplexity": "mycli eval",

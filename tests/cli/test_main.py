@@ -44,6 +44,29 @@ def test_help_lists_every_command_with_its_line(mycli: Mycli) -> None:
     assert all(group in pages[""] for group in GROUPS)
 
 
+@pytest.mark.parametrize("name", ["", "pull", "cache", "bench serve"])
+def test_help_of_a_command_is_its_help_page(mycli: Mycli, name: str) -> None:
+    page = mycli("help", *name.split())
+    assert page.returncode == 0 and page.stdout == mycli(*name.split(), "--help").stdout
+
+
+def test_help_of_no_command_is_2(mycli: Mycli) -> None:
+    done = mycli("help", "nope")
+    assert done.returncode == 2 and "no such command 'nope'" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("run", "pico", "Hi"), ("quantize", "pico", "--dry-run")], ids=" ".join)
+def test_a_deleted_current_folder_is_named(words: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    call = [sys.executable, "-m", "mycli.cli", *words]
+    script = 'rmdir "$PWD" && exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *call], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 3 and done.stderr.startswith("error: the current folder was deleted\n")
+
+
 def test_a_device_that_is_not_there_is_5_and_never_falls_back(mycli: Mycli) -> None:
     done = mycli("run", "pico", "Hi", "--device", "cuda:99")
     assert done.returncode == 5 and "cuda:99" in done.stderr
