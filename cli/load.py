@@ -201,10 +201,12 @@ def announce_build(call: Call, placement: "Placement") -> None:
     """Build the CPU kernels if they have not been built yet, and say so first: it takes up to a minute."""
     from mycli.runtime.kernels.cpu.library.build import build_reason, native
 
-    if placement.device.type == "cpu" and (problem := build_reason()):
+    if placement.device.type != "cpu":
+        return
+    if problem := build_reason():
         cause = "" if problem == "is missing" else f" ({problem})"
         call.out.note(f"building the CPU kernels, once: this takes about a minute{cause}")
-        if isinstance(declined := native(), Declined):
-            from mycli.cli.reasons import reason  # a long table that is needed only here
+    if isinstance(declined := native(), Declined):  # also without a compiler, where nothing is built
+        from mycli.cli.reasons import reason  # a long table that is needed only here
 
-            call.out.warn(f"the CPU kernels could not be built, so replies are slower: {reason(declined)}")
+        call.out.warn(f"the CPU kernels could not be built, so replies are slower: {reason(declined)}")

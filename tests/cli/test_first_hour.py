@@ -276,8 +276,9 @@ def test_bench_serve_names_what_is_no_model(mycli: Mycli) -> None:
 # Completion and the machine
 
 
-def test_a_kernel_that_cannot_be_built_is_told(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "build_reason", lambda: "is missing")
+@pytest.mark.parametrize("problem", ["is missing", ""], ids=["compiled", "no compiler"])
+def test_a_kernel_that_cannot_be_built_is_told(problem: str, mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "build_reason", lambda: problem)
     monkeypatch.setattr(
         build, "native", lambda: Declined("compiler-failed", {"compiler": "g++", "error": "a.h:1: error"})
     )
