@@ -1,6 +1,7 @@
 """Sampling: draws a token from the distribution that the logits processors leave, or takes the most likely one."""
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,10 +52,8 @@ class RandomNumbers:
     def __init__(self, seed: int | None, taken: int = 0) -> None:
         """taken: how many numbers to skip, because an earlier part of the reply took them."""
         self.generator = torch.Generator()
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(seed)
+        # Generator.seed() opens a file, which fails for a server with as many connections as open files are allowed.
+        self.generator.manual_seed(int.from_bytes(os.urandom(7)) if seed is None else seed)
         self._numbers, self._used = list[float](), 0
         self.taken = taken  # numbers so far
         # Generated in whole calls, as `take` generates them, and dropped.

@@ -1,6 +1,7 @@
 """Test sampling: the distribution against transformers' processors, and draws against the distribution."""
 
 import math
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -257,6 +258,17 @@ def test_no_weights_draw_no_token(weight: float) -> None:
     weights[1] = weight
     drawn = Sampler(SamplingParams(temperature=1.0), 300, torch.device("cpu")).draw(weights)
     assert drawn[0] < 300 and drawn[1] == 300
+
+
+def test_a_request_without_a_seed_opens_no_file() -> None:
+    """A server with as many connections as open files are allowed still samples."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        first, second = RandomNumbers(None).take(4), RandomNumbers(None).take(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert first != second
 
 
 def test_every_token_takes_one_number_of_the_stream() -> None:
