@@ -70,7 +70,9 @@ def warm_up_engine(call: Call, loaded: OpenedModel) -> int:
 
     if not compiles(loaded.model.runner):
         return 0
-    settings = dict.fromkeys((SamplingParams(), recommended(loaded.model.defaults)))
+    models = recommended(loaded.model.defaults)
+    # With a bias, which suppressed tokens need, no pass samples by itself.
+    settings = dict.fromkeys((SamplingParams(), *([] if models.logit_bias else [models])))
     total = count_passes(loaded.engine, len(settings))
     # In a log too: the first start after an installation takes minutes, which must not look like a hang.
     with call.out.progress("compiling GPU kernels", total, "passes", line_seconds=LINE_SECONDS) as progress:

@@ -13,6 +13,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 MAX_EOS = 64
+MAX_SUPPRESSED = 256
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class GenerationDefaults:
     """The sampling that the model's authors recommend; None: no recommendation.
 
     temperature 0 to 100; top_p above 0 to 1; top_k in tokens, 0: off; min_p 0 to 1; repetition_penalty above 0 to 10;
-    eos: token ids that end a reply.
+    eos: token ids that end a reply; suppressed: token ids that are never sampled.
     """
 
     temperature: float | None = None
@@ -30,6 +31,7 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     do_sample: bool | None = None
     eos: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
 
 
 def _read_eos(raw: Fields, vocab_size: int) -> tuple[int, ...]:
@@ -41,6 +43,12 @@ def _read_eos(raw: Fields, vocab_size: int) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size:
             raise raw.fail("eos_token_id", f"{json.dumps(item)[:40]} is not an id below {vocab_size}")
     return tuple(dict.fromkeys(ids))
+
+
+def _read_suppressed(raw: Fields, vocab_size: int) -> tuple[int, ...]:
+    ids = raw.array("suppress_tokens", int, MAX_SUPPRESSED)
+    # Others are ignored, as in transformers and llama.cpp: multimodal models name tokens of larger vocabularies.
+    return tuple(dict.fromkeys(item for item in ids if 0 <= item < vocab_size))
 
 
 def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
@@ -64,6 +72,7 @@ def parse_generation_config(raw: Fields, vocab_size: int) -> tuple[GenerationDef
         "repetition_penalty": ("repetition_penalty", lambda: raw.number("repetition_penalty", low=1e-3, high=10)),
         "do_sample": ("do_sample", lambda: raw.boolean("do_sample", False)),
         "eos_token_id": ("eos", lambda: _read_eos(raw, vocab_size)),
+        "suppress_tokens": ("suppressed", lambda: _read_suppressed(raw, vocab_size)),
     }
     defaults, warnings = GenerationDefaults(), []
     for key, (field, read) in readers.items():
@@ -73,6 +82,8 @@ def parse_generation_config(raw: Fields, vocab_size: int) -> tuple[GenerationDef
             defaults = replace(defaults, **{field: read()})
         except ModelError as error:
             warnings.append(f"{error.message}; ignored")
+    if raw.values.get("begin_suppress_tokens"):  # speech models set it
+        warnings.append(f"{raw.fail('begin_suppress_tokens', 'is not supported').message}; ignored")
     return defaults, tuple(warnings)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.generation_config import GenerationDefaults
@@ -62,8 +63,13 @@ class SamplingParams:
                 raise _invalid("logit_bias", f"{token}={bias} is out of range", remedy)
 
     def with_overrides(self, values: Mapping[str, object]) -> "SamplingParams":
-        """Return a copy with the `values` that are not None. Raises UsageError, as the class does."""
-        return replace(self, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]  # checked in __post_init__
+        """Return a copy with the `values` that are not None. Raises UsageError, as the class does.
+
+        Biases are appended to those of the model, whose suppressed tokens remain suppressed.
+        """
+        changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        changes["logit_bias"] = (*self.logit_bias, *changes.get("logit_bias", ()))
+        return replace(self, **changes)
 
     def for_reply(self, index: int) -> "SamplingParams":
         """Return the parameters of reply `index` to one prompt: the seed, if set, plus `index`, modulo 2^64."""
@@ -87,10 +93,12 @@ def following_seed(seed: int, index: int) -> int:
 
 def recommended(defaults: GenerationDefaults) -> SamplingParams:
     """Return the parameters of generation_config.json; greedy where it has none."""
+    # A bias costs the passes that sample by themselves, so only models that suppress tokens have one.
+    suppressing = SamplingParams(logit_bias=tuple((token, -MAX_BIAS) for token in defaults.suppressed))
     if defaults.do_sample is False:
-        return SamplingParams()
+        return suppressing
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     values = {name: getattr(defaults, name) for name in names}
     if defaults.temperature is None:  # only top-p or top-k: it samples at temperature 1, as transformers does
         values["temperature"] = float(bool(defaults.do_sample))
-    return SamplingParams().with_overrides(values)
+    return suppressing.with_overrides(values)

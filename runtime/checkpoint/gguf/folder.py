@@ -2,6 +2,7 @@
 
 import json
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
@@ -186,6 +187,9 @@ class GgufFolder(ModelFolder):
         values = self.header.metadata.values
         stored = {name: values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
         defaults = {name: _shortest(value) for name, value in stored.items() if value is not None}
+        suppressed = values.get("tokenizer.ggml.suppress_tokens")
+        if suppressed is not None:
+            defaults["suppress_tokens"] = list(suppressed) if isinstance(suppressed, array) else suppressed
         return parse_generation_config(Fields(defaults, self.raw.source), self.config.vocab_size)
 
     def companions(self) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,9 +95,7 @@ class LoadedModel:
 
     @property
     def vocabulary_size(self) -> int:
-        # Rows that pad the head to a round number have no token and must not be sampled.
-        vocabulary = self.tokenizer.vocabulary
-        return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
+        return _vocabulary_size(self.tokenizer)
 
     @classmethod
     def load(
@@ -117,6 +115,8 @@ class LoadedModel:
         config = folder.config
         tokenizer = tokenizer or folder.tokenizer()  # before the weights: a broken one is found within milliseconds
         defaults, dropped = folder.generation
+        size = _vocabulary_size(tokenizer)
+        defaults = replace(defaults, suppressed=tuple(token for token in defaults.suppressed if token < size))
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
         warnings: list[str | Declined] = []
 
@@ -136,6 +136,11 @@ class LoadedModel:
         return cls(
             runner, tokenizer, defaults, ends, tuple(warnings), embedder, _fingerprint(folder, runner), folder.score
         )
+
+
+def _vocabulary_size(tokenizer: Tokenizer) -> int:
+    # Rows that pad the head to a round number have no token and must not be sampled.
+    return max(index for index, token in enumerate(tokenizer.vocabulary) if token is not None) + 1
 
 
 def _fingerprint(folder: ModelFolder, runner: ModelRunner) -> str:

@@ -24,9 +24,11 @@ def test_all_fields(tmp_path: Path) -> None:
         "repetition_penalty": 1.1,
         "do_sample": True,
         "eos_token_id": [2, 1, 2],
+        "suppress_tokens": [7, 5, 100, -1, 7],
+        "begin_suppress_tokens": None,
         "transformers_version": "5",
     }
-    expected = GenerationDefaults(0.7, 0.9, 20, 0.05, 1.1, True, (2, 1))
+    expected = GenerationDefaults(0.7, 0.9, 20, 0.05, 1.1, True, (2, 1), (7, 5))
     assert read(tmp_path, values) == (expected, ())
 
 
@@ -55,6 +57,10 @@ def test_null_means_absent(tmp_path: Path) -> None:
         pytest.param("eos_token_id", "2", id="B16-eos-text"),
         pytest.param("eos_token_id", [True], id="B16-eos-bool"),
         pytest.param("eos_token_id", list(range(65)), id="B16-eos-many"),
+        pytest.param("suppress_tokens", 7, id="B16-suppress-int"),
+        pytest.param("suppress_tokens", [True], id="B16-suppress-bool"),
+        pytest.param("suppress_tokens", list(range(257)), id="B16-suppress-many"),
+        pytest.param("begin_suppress_tokens", [7], id="begin-suppress"),
     ],
 )
 def test_bad_field_is_dropped_with_a_warning(tmp_path: Path, key: str, value: Any) -> None:

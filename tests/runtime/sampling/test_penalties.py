@@ -78,6 +78,15 @@ def test_what_a_model_recommends_gives_way_to_what_is_asked() -> None:
     assert recommended(GenerationDefaults(top_k=5, do_sample=True)).temperature == 1.0
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_tokens_that_a_model_suppresses_are_not_drawn_beside_a_bias_of_a_request(sampled: bool) -> None:
+    model = recommended(GenerationDefaults(do_sample=sampled, suppressed=(3,)))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 4], logits[0, 5] = 60, 50, 20
+    for params, expected in ((model, 4), (model.with_overrides({"logit_bias": ((4, -100.0),)}), 5)):
+        assert int(Sampler(params, VOCAB, torch.device("cpu")).sample(logits)) == expected
+
+
 LARGEST, SMALLEST = (1 << 63) - 1, -(1 << 63)
 
 

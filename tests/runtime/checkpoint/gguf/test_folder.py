@@ -273,9 +273,11 @@ def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
     config = json.loads((PICO / "config.json").read_text())
     keys = gguf_files.published_tokenizer(PICO, "smollm")
     keys |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 40, "general.sampling.top_p": 7.0}
+    keys |= {"tokenizer.ggml.suppress_tokens": [9, 8]}
     gguf_files.write_model(PICO, tmp_path / "a.gguf", "llama", "BF16", config, keys)
     defaults, warnings = open_model_folder(tmp_path / "a.gguf").generation
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.7, 40, None), "as it was before it had 4 bytes"
+    assert defaults.suppressed == (9, 8)
     assert len(warnings) == 1 and "top_p" in warnings[0]
 
 

@@ -37,6 +37,7 @@ from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.sampling.sampler import DeviceSampling
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.families import make
 from tests.support.models import CPU
 from tests.support.paths import PICO
 from tests.support.random_tensors import weight
@@ -232,3 +233,11 @@ def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch
     thread.start()
     thread.join()
     assert log == [("engine", device)] * 2
+
+
+def test_suppressed_ids_of_rows_that_pad_the_head_are_dropped(tmp_path: Path) -> None:
+    make(tmp_path, "llama", {"vocab_size": 4160})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, tmp_path / file)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [9, 4100]}')
+    assert load.LoadedModel.load(open_model_folder(tmp_path), CPU).defaults.suppressed == (9,)
