@@ -31,6 +31,7 @@ REMEDIES: Mapping[str, str] = {
     # a model and its files
     "pull-again": "the file is damaged or incomplete: mycli verify {model} --drop; mycli pull {model}",
     "pull-whole": "download the whole model: mycli pull {model}",
+    "replace-index": "the index is of other weights: copy the one of these files, or join them in model.safetensors",
     "name-or-pull": "download the whole model: mycli pull {model}",
     "wait-or-pull-again": "another program is writing to the folder: wait for it, then run: mycli verify {model}",
     "verify-files": "check the files: mycli verify {model}",

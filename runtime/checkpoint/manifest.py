@@ -58,6 +58,10 @@ class Manifest:
         names = [SINGLE] if index is None else sorted(set(index.values()))
         missing = [name for name in names if name not in present]
         if missing:
+            others = sorted(name for name in present if name.endswith(".safetensors") and name not in names)
+            if others and missing == names:
+                problem = f"names {listed_names(missing)}, but {folder} holds {listed_names(others)}"
+                raise ModelError(f"{INDEX}: {problem}", code="replace-index")
             raise ModelError(f"{INDEX}: {listed_names(missing)} missing in {folder}", code="pull-whole")
         files = {name: RegularFile.find(folder / name) for name in names}
         manifest = cls.from_files(folder, files, index)

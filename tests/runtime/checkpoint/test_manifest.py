@@ -53,6 +53,15 @@ def test_a_single_file_counts_next_to_an_index_of_shards_that_are_gone(tmp_path:
     assert missing_files(tmp_path, None) == ["config.json"]
 
 
+def test_an_index_of_other_shards_is_not_reported_as_an_incomplete_download(tmp_path: Path) -> None:
+    """Conversions that keep the index of the original: the shards that it names need not be downloaded."""
+    sharded(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00003.safetensors"}}))
+    with pytest.raises(ModelError, match=f"names model-00001-of-00003.* holds {SHARDS[0]}, {SHARDS[1]}") as caught:
+        Manifest.open(tmp_path)
+    assert caught.value.code == "replace-index"
+
+
 @pytest.mark.parametrize("case", ["A1-empty", "A6-one-byte-short", "A11-duplicate-name", "A18-html", "A18-zip"])
 def test_hostile_file_is_named(case: str, tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(ATTACKS[case][0]())
