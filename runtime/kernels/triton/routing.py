@@ -31,7 +31,9 @@ def _in_best_groups(
     taken = expert < 0
     for index in tl.static_range(GROUPS):
         mine = tl.max(tl.where(lane == index, sums, float("-inf")), 0)
-        ahead = (lane < GROUPS) & ((sums > mine) | ((sums == mine) & (lane < index)))  # among equals the first is higher
+        ahead = (lane < GROUPS) & (
+            (sums > mine) | ((sums == mine) & (lane < index))
+        )  # among equals the first is higher
         taken = taken | ((group == index) & (tl.sum(ahead.to(tl.int32), 0) < top_groups))
     return taken
 
