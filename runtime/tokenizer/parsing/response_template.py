@@ -148,7 +148,7 @@ def _xml(text: str, arguments: Mapping[str, Any], closed: bool) -> dict[str, Any
         if quoted is not None:
             value, position = quoted[1], quoted.end()
         else:
-            end, position = (_loose_end if loose else _strict_end)(text, opened, (before_key, after_value), closed)
+            end, position = (loose_end if loose else _strict_end)(text, opened, (before_key, after_value), closed)
             value = text[opened:end].removeprefix("\n").removesuffix("\n")
         is_json = "json_attribute" in arguments and arguments["json_attribute"] in attributes
         fields[text[begin:middle].strip()] = _json(value, {}) if is_json else _value(value, arguments)
@@ -167,7 +167,8 @@ def _strict_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> 
     return end, end + len(marks[1])
 
 
-def _loose_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> tuple[int, int]:
+def loose_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> tuple[int, int]:
+    """Return the end of the value that begins at `begin`, and the position after its closing mark."""
     # Qwen3-Coder leaves out closing marks: the next key on a line of its own also ends a value, and so does the end of
     # the call. A closing mark inside a value, which something else follows, does not.
     key, end = map(re.escape, marks)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mycli.runtime.tokenizer.chat_template import Tool
 from mycli.runtime.tokenizer.parsing.argument_stream import ArgumentStream, head_pattern
+from mycli.runtime.tokenizer.parsing.element_stream import ElementStream, has_element_stream
 from mycli.runtime.tokenizer.parsing.python_calls import parse_python
 from mycli.runtime.tokenizer.parsing.response_template import Region
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
@@ -145,6 +146,8 @@ class ToolParser:
         self._begun = False  # whether anything but whitespace arrived
         self._after_call = False  # whitespace after a call is dropped
         self._stream: ArgumentStream | None = None  # of the call that is being passed on
+        self._elements: ElementStream | None = None  # of a call that has an element for each argument
+        self._unsent = ""  # its arguments, while it may be text
         self._started = 0  # calls so far
         self.incomplete = False  # whether the arguments of a call ended early or are not JSON
 
@@ -174,6 +177,8 @@ class ToolParser:
         # Returns True if more can be decided.
         if self._region is None:
             return self._outside(items, final)
+        if self._elements is not None:
+            return self._pass_on_elements(self._region, self._elements, items, final)
         if self._stream is None:
             self._begin_stream(self._region, items)
         if self._stream is None:
@@ -218,6 +223,18 @@ class ToolParser:
 
     def _open(self, region: Region, captures: Mapping[str, str], opening: str) -> None:
         self._region, self._captures, self._opening, self._begun = region, captures, opening, True
+        name = captures.get("name", "").strip()
+        named = name in self._schemas and has_element_stream(region)
+        self._unsent = ""
+        self._elements = ElementStream(region, *self._casting(name)) if named else None
+
+    def _casting(self, name: str) -> tuple[Callable[[str, str], object], Callable[[str], bool]]:
+        # How arguments of a tool get their types, and whether one can have another type than string.
+        schema = self._schemas[name]
+        return (
+            lambda key, text: _cast(text, _types(schema.get(key))),
+            lambda key: _casts(_types(schema.get(key))),
+        )
 
     def _inside(self, items: list[str | ToolCall], final: bool) -> bool:
         # Emits the call if its end has arrived; returns True if text is left that may contain another.
@@ -250,16 +267,45 @@ class ToolParser:
         name = str(self._captures.get("name", "") if written is None else json.loads(written)).strip()
         if name not in self._schemas:
             return
-        schema = self._schemas[name]
-
-        def cast(key: str, text: str) -> object:
-            return _cast(text, _types(schema.get(key)))
-
-        self._stream = ArgumentStream(cast, lambda key: _casts(_types(schema.get(key))))
+        self._stream = ArgumentStream(*self._casting(name))
         self._text = self._text[match.end("arguments") :]
+        self._begin_call(name, items)
+
+    def _begin_call(self, name: str, items: list[str | ToolCall]) -> None:
         self._blanks, self._after_call = "", True
         items.append(ToolCall(name, "", self._started))
         self._started += 1
+
+    def _pass_on_elements(
+        self, region: Region, elements: ElementStream, items: list[str | ToolCall], final: bool
+    ) -> bool:
+        # Passes on what is certain of the arguments; returns True if more can be decided. Until a string begins or the
+        # call is complete, it may still be text.
+        begun = elements.started
+        self._unsent += elements.feed(self._text, final)
+        if not (elements.started or elements.complete):
+            if not (elements.broken or final or len(self._text) > MAX_CALL):
+                return False
+            more = self._inside(items, final)
+            self._elements = self._elements if self._region else None
+            return more
+        if not begun:
+            self._begin_call(self._captures["name"].strip(), items)
+        self._append(items, self._unsent)
+        self._unsent, end = "", elements.end
+        if not elements.complete:
+            if not (elements.broken or final):
+                return False
+            # The rest of a call that is not in the format is passed on as it is, up to its closing mark.
+            assert region.close is not None
+            match, _ = region.close.find(self._text, end, final)
+            if match is None and not final:
+                return False
+            begin, end = end, len(self._text) if match is None else match.end()
+            self._append(items, elements.unread(self._text[begin : end if match is None else match.start()]))
+            self.incomplete = True
+        self._text, self._region, self._elements = self._text[end:], None, None
+        return bool(self._text)
 
     def _pass_on(self, region: Region, stream: ArgumentStream, items: list[str | ToolCall], final: bool) -> bool:
         # Passes on what is certain of the arguments; returns True if more can be decided.

@@ -242,8 +242,8 @@ def test_no_format_hides_another(form: ToolFormat) -> None:
         ),
         (  # cut: the argument may go on
             "qwen-xml",
-            "<tool_call>\n<function=f>\n<parameter=b>\nx",
-            ["<tool_call>\n<function=f>\n<parameter=b>\nx"],
+            "<tool_call>\n<function=f>\n<parameter=a>\n1",
+            ["<tool_call>\n<function=f>\n<parameter=a>\n1"],
         ),
         (  # V4
             "deepseek-v3.2",

@@ -1,0 +1,150 @@
+"""Reads the arguments of a call that has an element for each while they arrive.
+
+The joined pieces are the text that `json.dumps` gives for the arguments of the whole call.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mycli.runtime.tokenizer.parsing.response_template import Region, loose_end, parse_content
+
+_UNSTREAMED = ("cdata", "value_parser")  # a value is not the text that is written
+
+
+def has_element_stream(region: Region) -> bool:
+    """Return whether the calls of a region are a name that is captured and one element for each argument."""
+    return (
+        region.content == "xml-inline"
+        and region.close is not None
+        and region.transform == {"name": "{name}", "arguments": "{content}"}
+        and not region.transform_each
+        and not any(region.arguments.get(name) for name in _UNSTREAMED)
+    )
+
+
+class ElementStream:
+    """Converts the elements of a call to the text of a JSON object.
+
+    Strings are converted as they arrive, unless `cast` may change their type; other values when they are complete.
+    `cast(key, text)` returns the value of an argument; `casts(key)` says whether it can differ from the text.
+    """
+
+    def __init__(self, region: Region, cast: Callable[[str, str], object], casts: Callable[[str], bool]) -> None:
+        assert region.close is not None
+        self._close, self._cast, self._casts = region.close, cast, casts
+        self._before_key, self._after_key, self._before_value, self._after_value = region.arguments["tag"]
+        self._loose = bool(region.arguments.get("loose"))
+        self._json: str | None = region.arguments.get("json_attribute")
+        key, end = re.escape(self._before_key), re.escape(self._after_value)
+        # As `loose_end`, less the end of the call. What may become an end holds the rest of a value back.
+        self._next_key = re.compile(rf"{end}(?=\s*(?:{end}\s*){{0,3}}{key})|\n(?={key})")
+        self._holds = (self._after_value, f"\n{self._before_key}") if self._loose else (self._after_value,)
+        self.end = 0  # the first character that was not converted; of a complete call, the first after it
+        self._begin: int | None = None  # of the value that is being read
+        self._key, self._is_json, self._empty = "", False, True
+        self._closing: re.Match[str] | None = None
+        self.started = False  # a string has begun
+        self.complete = False
+        self.broken = False  # the rest is not in the format
+
+    def feed(self, text: str, final: bool) -> str:
+        """Return the converted text that is certain by now. text: all of the call so far."""
+        pieces = []
+        while not self.complete and not self.broken:
+            self._closing, limit = self._close.find(text, self.end, final)
+            limit = limit if self._closing is None else self._closing.start()
+            closed = final or self._closing is not None
+            try:
+                piece = self._between(text, limit, closed) if self._begin is None else self._inside(text, limit, closed)
+            except (ValueError, RecursionError):
+                self.broken = True
+                break
+            if piece is None:
+                break
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def unread(self, text: str) -> str:
+        """Return `text`, with which a call ends before it is complete, as it follows what was converted."""
+        return _escaped(text) if self._begin is not None and self._is_string else text
+
+    # Each step converts something, or returns None until more text arrives. No key begins after `limit`; `closed`: the
+    # call ends there.
+
+    def _between(self, text: str, limit: int, closed: bool) -> str | None:
+        begin = text.find(self._before_key, self.end, limit)
+        if begin < 0:
+            if not closed:
+                return None
+            self.complete = True
+            self.end = limit if self._closing is None else self._closing.end()
+            return "{}" if self._empty else "}"
+        begin += len(self._before_key)
+        middle = text.find(self._after_key, begin, limit)
+        after = middle + len(self._after_key)
+        opened = text.find(self._before_value, after, limit) if middle >= 0 else -1
+        if opened < 0 or (self._loose and "<" in text[begin:middle]):
+            if closed or opened >= 0:
+                raise ValueError("a key is not closed")
+            return None
+        self.end = self._begin = opened + len(self._before_value)
+        self._key = text[begin:middle].strip()
+        self._is_json = self._json is not None and self._json in text[middle:opened]
+        start, self._empty = "{" if self._empty else ", ", False
+        is_string = self._is_string
+        self.started = self.started or is_string
+        quote = '"' if is_string else ""
+        return f"{start}{json.dumps(self._key, ensure_ascii=False)}: {quote}"
+
+    @property
+    def _is_string(self) -> bool:
+        return not self._is_json and not self._casts(self._key)
+
+    def _inside(self, text: str, limit: int, closed: bool) -> str | None:
+        assert self._begin is not None
+        bounds = self._value_end(text, self._begin, limit, closed)
+        if not self._is_string:
+            return None if bounds is None else self._converted(text[self._begin : bounds[0]], bounds[1])
+        begin = self.end + (self.end == self._begin and text.startswith("\n", self.end))
+        if bounds is None:
+            end = self._certain(text, limit)
+            if end <= begin:
+                return None
+            self.end = end
+            return _escaped(text[begin:end])
+        self.end, self._begin = bounds[1], None
+        return _escaped(text[begin : bounds[0]].removesuffix("\n")) + '"'
+
+    def _converted(self, text: str, end: int) -> str:
+        value: Any = text.removeprefix("\n").removesuffix("\n")
+        value = parse_content(value, "json", {}) if self._is_json else value
+        self.end, self._begin = end, None
+        return json.dumps(self._cast(self._key, value) if isinstance(value, str) else value, ensure_ascii=False)
+
+    def _value_end(self, text: str, begin: int, limit: int, closed: bool) -> tuple[int, int] | None:
+        # The end of the value and the position after its mark; None while it continues. Where every value has its
+        # mark, that of the call may occur in a value.
+        if not self._loose:
+            end = text.find(self._after_value, self.end)
+            return None if end < 0 else (end, end + len(self._after_value))
+        match = self._next_key.search(text, self.end, limit)
+        if match is not None:
+            return match.span()
+        if not closed:
+            return None
+        return loose_end(text[:limit], begin, (self._before_key, self._after_value), self._closing is not None)
+
+    def _certain(self, text: str, limit: int) -> int:
+        # The position up to which the text is certainly part of the value.
+        begin, end = self.end, limit if self._loose else len(text)
+        for mark in self._holds:
+            at = text.find(mark, begin, end)
+            lengths = range(min(len(mark) - 1, end - begin), 0, -1)
+            end = at if at >= 0 else end - next((n for n in lengths if text.endswith(mark[:n], begin, end)), 0)
+        return end - text.endswith("\n", begin, end)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
