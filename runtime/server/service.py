@@ -45,7 +45,7 @@ class Prepared:
 
     clipped: the context has no room for the requested tokens; omitted: parts of the request that were left
     out, for the response's header and the log; difference: from the most similar earlier prompt; figures: counted
-    while the requests run.
+    while the requests run; edits: descriptions of what shortened the conversation, None for a request without edits.
     """
 
     requests: Sequence[tuple[Request, Sequence[OutputReader]]]
@@ -54,6 +54,7 @@ class Prepared:
     omitted: Sequence[str] = ()
     difference: Difference | None = None
     figures: RequestFigures = field(default_factory=RequestFigures)
+    edits: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def grammars(self) -> Sequence[Grammar]:

@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's chat over the same engine."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -11,8 +12,14 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse, event
 from mycli.runtime.server.recording import ReplyIds
-from mycli.runtime.server.routes.chat_spec import chat_ids, prepare_chat
-from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec
+from mycli.runtime.server.routes.chat_spec import ChatSpec, chat_ids, prepare_chat
+from mycli.runtime.server.routes.messages_request import (
+    CountRequest,
+    MessagesRequest,
+    chat_spec,
+    counted_spec,
+    edit_context,
+)
 from mycli.runtime.server.routes.wire import TokenCounts
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface, read_request
@@ -26,17 +33,28 @@ _CALLER = {"caller": {"type": "direct"}}
 
 
 def _prepare(service: Service, body: MessagesRequest) -> Prepared:
-    return prepare_chat(service, chat_spec(body))
+    if body.context_management is None:
+        return prepare_chat(service, chat_spec(body))
+    spec, edits = edit_context(body, chat_spec(body), lambda spec: len(chat_ids(service, spec)))
+    return replace(prepare_chat(service, spec), edits=edits)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation."""
 
-    def count(body: CountRequest) -> int:
-        return len(chat_ids(service, counted_spec(body)))
+    def tokens(spec: ChatSpec) -> int:
+        return len(chat_ids(service, spec))
 
-    _, tokens = await read_request(service, request, CountRequest, count)
-    return JsonResponse({"input_tokens": tokens})
+    def count(body: CountRequest) -> dict[str, Any]:
+        if body.context_management is None:
+            return {"input_tokens": tokens(counted_spec(body))}
+        spec, edits = edit_context(body, counted_spec(body), tokens)
+        remaining = tokens(spec)
+        original = remaining + sum(edit["cleared_input_tokens"] for edit in edits)
+        return {"input_tokens": remaining, "context_management": {"original_input_tokens": original}}
+
+    _, counts = await read_request(service, request, CountRequest, count)
+    return JsonResponse(counts)
 
 
 class MessageRendering:
@@ -50,6 +68,8 @@ class MessageRendering:
         self._ids = ids
         self._block, self._kind = -1, ""  # index and type of the open block; "" for none
         self._end: dict[str, Any] = {}
+        edits = prepared.edits
+        self._edits = {} if edits is None else {"context_management": {"applied_edits": list(edits)}}
 
     def _usage(self) -> dict[str, Any]:
         cached = self._counts.cached
@@ -87,7 +107,7 @@ class MessageRendering:
 
     def finish(self) -> Iterable[bytes]:
         yield from self._close()
-        yield _event("message_delta", delta=self._end, usage=self._usage())
+        yield _event("message_delta", delta=self._end, usage=self._usage(), **self._edits)
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -106,7 +126,7 @@ class MessageRendering:
             else:
                 called = {"id": self._ids.next("toolu_"), "name": part.name, "input": _input(part)}
                 content.append({"type": "tool_use", **called, **_CALLER})
-        return {**self._head, "content": content, **self._end, "usage": self._usage()}
+        return {**self._head, "content": content, **self._end, "usage": self._usage(), **self._edits}
 
     def _count(self, piece: Piece) -> None:
         self._counts.add(piece)

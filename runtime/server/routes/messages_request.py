@@ -1,7 +1,8 @@
 """The bodies of Anthropic's messages, and how their blocks, tools and options become a `ChatSpec`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -23,6 +24,13 @@ from mycli.runtime.server.requests.schemas import (
     ToolName,
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec
+from mycli.runtime.server.routes.context_edits import (
+    ContextManagement,
+    ThinkingEdit,
+    ToolUsesEdit,
+    UnservedEdit,
+    clear_tool_uses,
+)
 from mycli.runtime.server.routes.wire import left_out_note, non_text_parts, text_of
 from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
@@ -128,37 +136,6 @@ class OutputConfig(Strict):
     task_budget: None = None
 
 
-class ThinkingTurns(Strict):
-    """The number of turns whose reasoning is kept; `all` has no value."""
-
-    type: Literal["thinking_turns", "all"]
-    value: int = Field(1, ge=1, le=1 << 14)
-
-
-class ContextEdit(Strict):
-    """Leaves out the reasoning of older turns."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
-
-    @property
-    def turns(self) -> int | None:
-        """Return the number of turns, from the last one, that keep their reasoning; None for all."""
-        return None if self.keep == "all" or self.keep.type == "all" else self.keep.value
-
-
-class UnservedEdit(Strict):
-    """Shortens long conversations, which are read whole here."""
-
-    type: Literal["clear_tool_uses_20250919", "compact_20260112"]
-
-
-class ContextManagement(Strict):
-    """Edits of the conversation before the model reads it."""
-
-    edits: list[ContextEdit | UnservedEdit] = Field(default_factory=list, max_length=16)
-
-
 class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -253,15 +230,16 @@ def _system_text(system: Content) -> str:
     return _BILLING.sub("", text_of(system, "system"))
 
 
-def _context_edits(body: CountRequest) -> Sequence[ContextEdit | UnservedEdit]:
+def _context_edits(body: CountRequest) -> Sequence[ThinkingEdit | ToolUsesEdit | UnservedEdit]:
     return () if body.context_management is None else body.context_management.edits
 
 
-def _cleared_messages(body: CountRequest) -> set[int]:
-    # The indices of messages whose reasoning is left out. A turn begins with a message that has no tool results.
-    limits = [edit.turns for edit in _context_edits(body) if isinstance(edit, ContextEdit)]
+def _unthinking(body: CountRequest) -> tuple[set[int], int]:
+    # The indices of messages whose reasoning is left out, and the number of their turns. A turn begins with a message
+    # that has no tool results.
+    limits = [edit.turns for edit in _context_edits(body) if isinstance(edit, ThinkingEdit)]
     keep = min((turns for turns in limits if turns is not None), default=len(body.messages))
-    turns, begun, cleared = 0, False, set()
+    turns, begun, cleared = 0, False, set[int]()
     for index, message in reversed(list(enumerate(body.messages))):
         types = [] if isinstance(message.content, str) else [block.type for block in message.content]
         if message.role == "user" and not set(types) & set(_RESULTS):
@@ -269,7 +247,7 @@ def _cleared_messages(body: CountRequest) -> set[int]:
         elif "thinking" in types:
             turns, begun = turns + (not begun), True
             cleared |= {index} if turns > keep else set()
-    return cleared
+    return cleared, max(turns - keep, 0)
 
 
 def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
@@ -278,7 +256,7 @@ def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     messages = [] if body.system is None else [Message("system", _system_text(body.system))]
     names: dict[str, str] = {}  # of called tools, by call id
     omitted = [f"edit {edit.type}" for edit in _context_edits(body) if isinstance(edit, UnservedEdit)]
-    cleared = _cleared_messages(body)
+    cleared, _ = _unthinking(body)
     for index, message in enumerate(body.messages):
         place = f"messages.{index}.content"
         blocks: Sequence[MessageBlock] = (
@@ -339,6 +317,30 @@ def _format(body: MessagesRequest) -> ResponseFormat | None:
 def _is_continued(messages: Sequence[Message]) -> bool:
     # A trailing message of the assistant is the beginning of the reply.
     return len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls
+
+
+def edit_context(
+    body: CountRequest, spec: ChatSpec, count: Callable[[ChatSpec], int]
+) -> tuple[ChatSpec, list[dict[str, Any]]]:
+    """Return what a request asks for after its edits of tool uses, and the descriptions of all edits that took effect.
+
+    count: returns the number of tokens of a prompt.
+    """
+    applied = []
+    cleared, turns = _unthinking(body)
+    if cleared:
+        unedited = replace(spec, messages=_block_messages(body.model_copy(update={"context_management": None}))[0])
+        saved = max(count(unedited) - count(spec), 0)  # many templates leave old reasoning out in any case
+        kind = next(edit.type for edit in _context_edits(body) if isinstance(edit, ThinkingEdit))
+        applied.append({"type": kind, "cleared_thinking_turns": turns, "cleared_input_tokens": saved})
+    messages = spec.messages
+    for edit in _context_edits(body):
+        if isinstance(edit, ToolUsesEdit):
+            messages, description = clear_tool_uses(
+                messages, edit, lambda edited: count(replace(spec, messages=edited))
+            )
+            applied += [] if description is None else [description]
+    return replace(spec, messages=messages), applied
 
 
 def counted_spec(body: CountRequest) -> ChatSpec:

@@ -90,3 +90,43 @@ def test_errors_have_its_form(client: anthropic.Anthropic) -> None:
     image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/x.png"}}
     with pytest.raises(anthropic.BadRequestError, match="not supported"):
         client.messages.create(model="pico", messages=[{"role": "user", "content": [image]}], max_tokens=1)  # type: ignore[list-item,misc]  # an image
+
+
+def test_old_tool_results_are_cleared_and_the_reply_says_so(client: anthropic.Anthropic) -> None:
+    talk = list(JAPAN)
+    for index in range(3):
+        use = {"type": "tool_use", "id": f"toolu_{index}", "name": "weather", "input": {"city": "Oslo"}}
+        talk.append({"role": "assistant", "content": [use]})
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "It rains. " * 20}
+        talk.append({"role": "user", "content": [result]})
+    edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 50}}
+    edits = {"edits": [{**edit, "keep": {"type": "tool_uses", "value": 1}}]}
+    fields = {"model": "pico", "messages": talk, "context_management": edits}
+    plain = client.beta.messages.count_tokens(model="pico", messages=talk).input_tokens
+    counted = client.beta.messages.count_tokens(**fields)
+    assert counted.context_management is not None and counted.context_management.original_input_tokens == plain
+    assert counted.input_tokens < plain
+    whole = client.beta.messages.create(**fields, max_tokens=1)
+    with client.beta.messages.stream(**fields, max_tokens=1) as stream:
+        streamed = stream.get_final_message()
+    for reply in (whole, streamed):
+        assert reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) == counted.input_tokens
+        assert reply.context_management is not None
+        (applied,) = reply.context_management.applied_edits
+        assert applied.type == "clear_tool_uses_20250919" and applied.cleared_tool_uses == 2
+        assert applied.cleared_input_tokens == plain - counted.input_tokens
+    thinking = {"type": "clear_thinking_20251015", "keep": "all"}
+    idle = client.beta.messages.create(**{**fields, "context_management": {"edits": [thinking]}}, max_tokens=1)
+    assert idle.context_management is not None and idle.context_management.applied_edits == []
+    assert client.beta.messages.create(model="pico", messages=talk, max_tokens=1).context_management is None
+
+
+def test_cleared_reasoning_is_named_with_its_turns(client: anthropic.Anthropic) -> None:
+    thinks = {"type": "thinking", "thinking": "Which one?", "signature": ""}
+    said = {"role": "assistant", "content": [thinks, {"type": "text", "text": "Tokyo."}]}
+    edits = {"edits": [{"type": "clear_thinking_20251015"}]}
+    talk = [*JAPAN, said, *JAPAN, said, *JAPAN]
+    reply = client.beta.messages.create(model="pico", messages=talk, max_tokens=1, context_management=edits)
+    assert reply.context_management is not None
+    (applied,) = reply.context_management.applied_edits
+    assert applied.type == "clear_thinking_20251015" and applied.cleared_thinking_turns == 1

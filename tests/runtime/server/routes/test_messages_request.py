@@ -197,13 +197,9 @@ def test_the_reasoning_of_older_turns_is_left_out(keep: Any, reasoning: list[str
         assert [message.reasoning for message in found.messages if message.role == "assistant"] == reasoning
 
 
-@pytest.mark.parametrize("kind", ["clear_tool_uses_20250919", "compact_20260112"])
-def test_edits_of_long_conversations_are_left_out_and_named(kind: str) -> None:
-    result = {"type": "tool_result", "tool_use_id": "a", "content": "A dog."}
-    talk = [ASK, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
-    edit = {"type": kind, "trigger": {"type": "input_tokens", "value": 5}, "keep": {"type": "tool_uses", "value": 0}}
-    edited = spec(*talk, context_management={"edits": [edit]})
-    assert edited.messages == spec(*talk).messages and edited.omitted == [f"edit {kind}"]
+def test_a_summary_of_a_conversation_is_left_out_and_named() -> None:
+    edited = spec(context_management={"edits": [{"type": "compact_20260112"}]})
+    assert edited.messages == spec().messages and edited.omitted == ["edit compact_20260112"]
     with pytest.raises(ValidationError):
         spec(context_management={"edits": [{"type": "clear_everything"}]})
 
