@@ -285,6 +285,8 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
 EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (CHAT, "use_beam_search"): (SERVED, True),
     (TEXT, "use_beam_search"): (SERVED, True),
+    (CHAT, "timings_per_token"): (SERVED, True),
+    (TEXT, "timings_per_token"): (SERVED, True),
     (CHAT, "length_penalty"): (SERVED, 2.0),
     (TEXT, "length_penalty"): (SERVED, 2.0),
     (CHAT, "echo"): (REFUSED, True),

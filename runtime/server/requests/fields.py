@@ -37,7 +37,8 @@ _REFUSED = _words("""
     grammar_triggers generation_prompt chat_parser verbose reasoning_control reasoning_budget_message
     input_prefix input_suffix input_extra content texts with_pieces
 """)
-# Of llama.cpp: ask for more figures, which a client can do without. Ignored, and named if they are set.
+# Of llama.cpp: ask for more figures, which a client can do without. Ignored where nothing serves them, and named if
+# they are set.
 _FIGURES = ("timings_per_token", "return_progress")
 # Field -> the values that ask for nothing, where these are others.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {

@@ -57,6 +57,7 @@ class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     n: int | None = Field(None, ge=1, le=64)
     stream_options: StreamOptions | None = None
+    timings_per_token: bool | None = None  # of llama.cpp: the speed so far in every chunk
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     n_predict: TokenLimit | None = None  # of llama.cpp
@@ -163,7 +164,7 @@ class ChatRendering(OpenAIRendering):
     def __init__(self, service: Service, prepared: Prepared, body: ChatRequest, ids: ReplyIds) -> None:
         model = body.model or service.name
         head = {"id": ids.name, "created": ids.created, "model": model, "object": "chat.completion.chunk"}
-        super().__init__(prepared, head, body.stream_options)
+        super().__init__(prepared, head, body.stream_options, bool(body.timings_per_token))
         self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
         self._replies = prepared.replies

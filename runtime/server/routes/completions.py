@@ -44,6 +44,7 @@ class CompletionRequest(ForReply, Sampling, BeamFields, Constraints):
     n: int | None = Field(None, ge=1, le=64)
     echo: bool | None = None
     stream_options: StreamOptions | None = None
+    timings_per_token: bool | None = None  # of llama.cpp: the speed so far in every chunk
     max_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # -1: the rest of the context, as in llama.cpp
     n_predict: int | None = Field(None, ge=-1, le=1 << 31)  # of llama.cpp
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -107,7 +108,7 @@ class TextRendering(OpenAIRendering):
         self._prompts = prepared.prompts
         model = body.model or service.name
         head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
-        super().__init__(prepared, head, body.stream_options)
+        super().__init__(prepared, head, body.stream_options, bool(body.timings_per_token))
         self._offsets = [0] * prepared.replies
         self._started = [False] * prepared.replies
 

@@ -152,12 +152,16 @@ class TokenCounts:
 
 
 class OpenAIRendering:
-    """The chunks of OpenAI's chat and completions. `head`: the fields that all chunks share."""
+    """The chunks of OpenAI's chat and completions.
 
-    def __init__(self, prepared: Prepared, head: dict[str, Any], options: StreamOptions | None) -> None:
+    head: the fields that all chunks share; timed: every chunk of a begun reply has `timings`.
+    """
+
+    def __init__(self, prepared: Prepared, head: dict[str, Any], options: StreamOptions | None, timed: bool) -> None:
         self._counts, self._head = TokenCounts(prepared.prompt_tokens), head
         self._figures, self._unfinished = prepared.figures, prepared.replies
         self._began, self._first = time.perf_counter(), 0.0
+        self._timed = timed
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_so_far = self._include_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -169,7 +173,7 @@ class OpenAIRendering:
     def _choice_event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": self._counts.usage()} if self._usage_so_far else {}
         last = choice["finish_reason"] is not None and not self._unfinished and not self._include_usage
-        timings = {"timings": self._timings()} if last else {}
+        timings = {"timings": self._timings()} if last or (self._timed and self._first) else {}
         return event({**self._head, "choices": [choice], **usage, **timings})
 
     def _summary(self) -> dict[str, Any]:

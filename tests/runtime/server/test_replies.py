@@ -388,6 +388,9 @@ def test_replies_have_the_times_that_clients_of_llama_cpp_show(scripted: Scripte
     }
     with scripted("one two three four five six", pause=0.02) as served:
         whole = served.chat().json
+        each = served.chat(stream=True, timings_per_token=True, stream_options={"include_usage": True}).events
+        text = {"model": "pico", "prompt": "Leo", "stream": True, "timings_per_token": True}
+        each_text = served.ask("POST", "/v1/completions", text).events
         counted = served.chat(stream=True, stream_options={"include_usage": True}).events
         plain = served.chat(stream=True, n=2).events
         completion = served.ask("POST", "/v1/completions", {"model": "pico", "prompt": "Leo", "stream": True}).events
@@ -400,3 +403,6 @@ def test_replies_have_the_times_that_clients_of_llama_cpp_show(scripted: Scripte
     assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"]
     assert not any("timings" in event for event in (*counted[:-1], *plain[:-1], *completion[:-1]))
     assert all(event["choices"] for event in plain)
+    for begun in (each[1:], each_text):  # the first event of a chat is its role
+        counts = [event["timings"]["predicted_n"] for event in begun]
+        assert len(counts) > 2 and counts == sorted(counts) and 0 < counts[0] < counts[-1]

@@ -126,7 +126,7 @@ def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None
 def test_figures_of_llama_cpp_are_named_only_where_they_are_wanted(answering: Served) -> None:
     for wanted, named in ((True, "field return_progress, field timings_per_token"), (False, None)):
         figures = {"return_progress": wanted, "timings_per_token": wanted}
-        answer = answering.ask("POST", CHAT, {**BODIES[CHAT], **figures})
+        answer = answering.ask("POST", MESSAGES, {**BODIES[MESSAGES], **figures})
         assert answer.status == 200 and answer.headers.get("x-mycli-omitted") == named
 
 
