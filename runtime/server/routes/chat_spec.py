@@ -93,7 +93,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             index,
             prompt_end=end,
             reasoning=service.reasoning_format,
-            tools=ToolParser(tool_format, tools, not spec.parallel) if tools else None,
+            tools=ToolParser(tool_format, tools, not spec.parallel, spec.choice == "required") if tools else None,
             tool_format=tool_format if tools else None,
         )
         for index in range(spec.count)

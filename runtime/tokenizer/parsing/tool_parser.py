@@ -126,17 +126,19 @@ def _casts(types: Sequence[str]) -> bool:
 class ToolParser:
     """Splits a streamed reply into text and calls. tools: as in a request; arguments get the types of their schemas.
 
-    single: drop all calls after the first.
+    single: drop all calls after the first; forced: the reply is calls, so that one that its end has cut is not text.
     """
 
-    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], single: bool = False) -> None:
+    def __init__(
+        self, tool_format: ToolFormat, tools: Sequence[Tool], single: bool = False, forced: bool = False
+    ) -> None:
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas: dict[str, Mapping[str, Any]] = {}
         for function in functions:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             self._schemas[str(function.get("name"))] = properties if isinstance(properties, dict) else {}
-        self._format, self._single = tool_format, single
+        self._format, self._single, self._forced = tool_format, single, forced
         self._heads = [head_pattern(region) for region in tool_format.regions]
         self._text = ""  # undecided
         self._blanks = ""  # whitespace before the undecided text: a call absorbs it
@@ -161,6 +163,8 @@ class ToolParser:
         return self._decide(final=False)
 
     def flush(self) -> list[str | ToolCall]:
+        if self._forced and self._region is None:
+            self._text = ""  # the beginning of a mark
         items = self._decide(final=True)
         if self._blanks and not self.called:
             items.append(self._blanks)
@@ -247,9 +251,9 @@ class ToolParser:
         closing = match[0] if match is not None and self._region.close else ""
         calls = self._read(self._region, body, match is not None)
         self._region = None
-        if calls is None:
+        if calls is None and not (self._forced and match is None):
             self._emit(items, self._opening + body + closing)
-        else:
+        elif calls is not None:
             items += [ToolCall(call.name, call.arguments, self._started + at) for at, call in enumerate(calls)]
             self._started += len(calls)
             self._after_call = True

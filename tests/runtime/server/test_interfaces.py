@@ -121,6 +121,15 @@ def test_functions_in_the_older_form(served: Served) -> None:
     assert served.ask("POST", "/v1/chat/completions", {"messages": talk, "max_tokens": 3}).status == 200
 
 
+def test_a_required_call_that_the_limit_cuts_is_not_content(served: Served) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "integer"}}}}}
+    talk = [{"role": "user", "content": "Go"}]
+    for limit in range(1, 12):
+        body = {"messages": talk, "tools": [tool], "tool_choice": "required", "max_tokens": limit}
+        choice = served.ask("POST", "/v1/chat/completions", body).json["choices"][0]
+        assert not choice["message"]["content"] and choice["finish_reason"] in ("length", "tool_calls"), choice
+
+
 def test_models_in_both_forms_and_the_version(served: Served) -> None:
     with anthropic.Anthropic(base_url=served.url, api_key="any") as client:
         models = client.models.list().data

@@ -323,6 +323,19 @@ def test_a_bare_object_is_a_call_only_of_a_tool(text: str) -> None:
     assert parse(BY_NAME["llama"], text, 3) == [text]
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+@pytest.mark.parametrize("step", [1, 10_000])
+def test_a_forced_call_that_the_reply_ends_in_is_not_text(name: str, step: int) -> None:
+    prefix, suffix, *_ = BY_NAME[name].json_syntax or ()
+    whole = '{"name": "f", "parameters": {"a": 1}}' if name == "llama" else '{"name": "f", "arguments": {"a": 1}}'
+    text = f"{prefix}{whole}{suffix}"
+    for end in range(len(text)):
+        parser = ToolParser(BY_NAME[name], TOOLS, forced=True)
+        items = [item for at in range(0, end, step) for item in parser.feed(text[at : min(at + step, end)])]
+        items += parser.flush()
+        assert not [item for item in items if isinstance(item, str)], text[:end]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_plain_text_comes_through_whole(data: st.DataObject) -> None:
