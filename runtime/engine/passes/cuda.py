@@ -194,11 +194,8 @@ class CudaPass:
         if not states.recurrent:
             return self._plain.logits(work)
         chunks = [replace(chunk, drafted=chunk.count) for chunk in work.chunks]
-        try:
+        with states.dropping():
             return self._plain.logits(replace(work, chunks=chunks))
-        finally:
-            for chunk in chunks:
-                states.commit_drafts(chunk.state, 0)
 
     def _captured(self, work: PassInput, held: _CacheGraphs, key: tuple[_Shape, bool]) -> _Captured:
         assert self._capture is not None
