@@ -381,7 +381,7 @@ def builds(capability: int) -> Iterator[Build]:
     yield from decode_builds(capability)
     yield from prompt_builds(capability)
     yield from family_builds(capability)
-    yield from latent_builds(capability)
+    yield from latent_builds()
     if capability not in (86, 89):  # compute capabilities that share the tiles of 80, by major version
         yield from recurrent_builds()
         yield from expert_builds(capability)

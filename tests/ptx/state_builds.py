@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 import triton.language as tl
 
-from mycli.runtime.kernels.triton.latent import latent_stages, latent_warps
+from mycli.runtime.kernels.triton.latent import LATENT_STAGES, latent_warps
 from mycli.runtime.kernels.triton.latent_kernel import combine_latent_kernel, latent_kernel
-from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.recurrent_kernel import convolve_kernel, delta_kernel, scan_kernel
 from tests.ptx.build import Build
 
@@ -35,12 +34,11 @@ def recurrent_builds() -> Iterator[Build]:
     yield Build("state space scan", scan_kernel, ruled | scanned, sizes, warps=1, unaligned=_LOOSE)
 
 
-def latent_builds(capability: int) -> Iterator[Build]:
+def latent_builds() -> Iterator[Build]:
     """Yield latent attention of one split and of several, to latents of 16 and of 8 bits."""
     given = {"query": "*bf16", "rotated_query": "*bf16", "lengths": "*i32", "counts": None, "block_table": "*i32"}
     given |= {"block_size": "i32", "table_width": "i32", "scale": "fp32", "tokens": "i32"}
     sizes = {"HEADS": 128, "RANK": 512, "ROPE": 64, "BLOCK_H": 16, "BLOCK_R": 512, "BLOCK_P": 64, "BLOCK_K": 32}
-    chip = Chip(divmod(capability, 10), 132)
     for how, cached, scales in (("", "*bf16", None), (" int8", "*i8", "*fp32")):
         held = {"latents": cached, "rotated": cached, "latent_scales": scales, "rotated_scales": scales}
         for split, out in (("", {"out": "*bf16", "stats": None}), (" in splits", {"out": "*fp32", "stats": "*fp32"})):
@@ -49,8 +47,8 @@ def latent_builds(capability: int) -> Iterator[Build]:
                 latent_kernel,
                 given | held | out,
                 sizes | {"DOT": tl.bfloat16, "ASM": True},
-                latent_warps(chip, torch.int8 if scales else torch.bfloat16),
-                latent_stages(chip),
+                latent_warps(torch.int8 if scales else torch.bfloat16),
+                LATENT_STAGES,
                 unaligned=("tokens", "table_width"),
             )
     parts = {"parts": "*fp32", "stats": "*fp32", "out": "*bf16", "splits": "i32"}

@@ -17,15 +17,11 @@ _HEADS = 16  # of a program: the least number of rows of an MMA
 _KEYS = 32  # of a turn of the loop
 _MAX_SPLITS = 32
 _LEAST_KEYS = 256  # of a split, at the end of the cache
+LATENT_STAGES = 2  # 55 KiB of shared memory for latents of 512; one stage would take 82 and copy nothing ahead
 
 
-def latent_warps(chip: Chip, stored: torch.dtype) -> int:
-    # In 4 warps the conversion of int8 would spill registers, and so would one stage of loads.
-    return 4 if latent_stages(chip) > 1 and stored != torch.int8 else 8
-
-
-def latent_stages(chip: Chip) -> int:
-    return 2 if chip.shared > 128 << 10 else 1  # a block of latents of 512 takes 36 KiB
+def latent_warps(stored: torch.dtype) -> int:
+    return 8 if stored == torch.int8 else 4  # in 4 warps its conversion would spill registers
 
 
 def triton_latent_attention(
@@ -77,8 +73,8 @@ def launch_latent_attention(
         BLOCK_K=_KEYS,
         DOT=dot if uses_ptx() else language.float32,  # the interpreter would multiply bf16 as integers
         ASM=uses_ptx(),
-        num_warps=latent_warps(chip, latents.data.dtype),
-        num_stages=latent_stages(chip),
+        num_warps=latent_warps(latents.data.dtype),
+        num_stages=LATENT_STAGES,
     )
     if stats is not None:
         combine_latent_kernel[(heads, rows)](parts, stats, out, splits, RANK=rank, BLOCK_R=block_r)

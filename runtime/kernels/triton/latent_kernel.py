@@ -97,7 +97,8 @@ def latent_kernel(
         tl.store(out + place[:, None] * RANK + lane[None, :], result, mask=q_mask)
     else:
         part = (row.to(tl.int64) * splits + split) * HEADS + head
-        tl.store(out + part[:, None] * RANK + lane[None, :], sums, mask=q_mask)
+        if first < end:  # otherwise nothing reads them
+            tl.store(out + part[:, None] * RANK + lane[None, :], sums, mask=q_mask)
         tl.store(stats + part * 2, top, mask=head < HEADS)
         tl.store(stats + part * 2 + 1, total, mask=head < HEADS)
 
@@ -120,8 +121,9 @@ def combine_latent_kernel(
     total, sums = 0.0, tl.zeros((BLOCK_R,), tl.float32)
     for split in tl.range(splits):
         part = (row * splits + split) * heads + head
-        weight = tl.exp2(tl.load(stats + part * 2) - top)
+        split_top = tl.load(stats + part * 2)
+        weight, stored = tl.exp2(split_top - top), tl.where(split_top > float("-inf"), RANK, 0)
         total += weight * tl.load(stats + part * 2 + 1)
-        sums += weight * tl.load(parts + part * RANK + lane, mask=lane < RANK, other=0.0)
+        sums += weight * tl.load(parts + part * RANK + lane, mask=lane < stored, other=0.0)
     result = (sums / total).to(out.dtype.element_ty)
     tl.store(out + (row * heads + head) * RANK + lane, result, mask=lane < RANK)
