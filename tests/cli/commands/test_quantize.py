@@ -159,7 +159,7 @@ def test_a_stopped_run_says_what_it_leaves(
     assert code == (130 if stop is KeyboardInterrupt else 143)
     work = f"finished blocks are stored in {tmp_path / '.out.work'}; to continue"
     left = work if method == "gptq" else "nothing was written; to start again"
-    assert f"stopped; {left}: mycli " in err
+    assert f"stopped; {left}: mycli" in err
 
 
 @pytest.mark.parametrize("fault", ["E1-all-layers"])

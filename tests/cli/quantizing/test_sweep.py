@@ -61,7 +61,7 @@ def test_copies_are_made_once_compared_and_equal_to_single_ones(
 
     monkeypatch.setattr(pipeline, "measure_result", interrupted)
     stopped = mycli(*sweep)  # rtn and two of the four that are solved together are finished
-    assert stopped.returncode == 130 and "stopped; to continue: mycli " in stopped.stderr
+    assert stopped.returncode == 130 and "stopped; to continue: mycli" in stopped.stderr
     again = mycli(*sweep, "--plot", str(plot))
     assert again.returncode == 0 and "resumed: all blocks were finished by an earlier run" in again.stderr
     assert again.stderr.count("finished earlier") == 3 and plot.read_text().count("<title>") == 12
