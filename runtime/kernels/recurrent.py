@@ -52,26 +52,21 @@ class DeviceRuns:
         states: tuple[Tensor, ...],
     ) -> Tensor:
         """Apply `step` to the rows that are not padding, sequence by sequence: rows and states on the CPU."""
-        parts = []
+        result: Tensor | None = None
         bounds = zip(self.starts.tolist(), self.slots.tolist(), self.counts.tolist(), strict=True)
         for place, (start, slot, count) in enumerate(bounds):
+            if not count:
+                continue
             current = tuple(state[slot : slot + 1] for state in states)
             current = current if self.advances else tuple(state.clone() for state in current)
-            if not start and count:
+            if not start:
                 for state in current:
                     state.zero_()
-            first = place * self.tokens
-            part = (
-                step(tuple(row[first : first + count] for row in rows), current, Runs.alike(1, count))
-                if count
-                else None
-            )
-            parts.append((first, part))
-        (_, example), *_ = ((first, part) for first, part in parts if part is not None)
-        result = example.new_zeros(len(rows[0]), *example.shape[1:])
-        for first, part in parts:
-            if part is not None:
-                result[first : first + len(part)] = part
+            tokens = slice(place * self.tokens, place * self.tokens + count)
+            part = step(tuple(row[tokens] for row in rows), current, Runs.alike(1, count))
+            result = part.new_zeros(len(rows[0]), *part.shape[1:]) if result is None else result
+            result[tokens] = part
+        assert result is not None, "a pass has a sequence"
         return result
 
 

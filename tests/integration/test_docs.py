@@ -3,13 +3,15 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tests.support.code_examples import EXAMPLE, with_code
-from tests.support.family_tables import with_tables
+from tests.support.family_tables import gpu_pass, with_tables
 from tests.support.language import files as language_files
 from tests.support.language import pages
 from tests.support.paths import ROOT
+from tests.support.published import PUBLISHED, published
 
 DOCS = ROOT / "docs"
 
@@ -52,6 +54,13 @@ def test_server_faults_name_existing_tests() -> None:
 def test_tables_of_families_are_up_to_date() -> None:
     text = (DOCS / "families.md").read_text()
     assert with_tables(text) == text, "run: make docs"
+
+
+def test_counts_of_gpu_passes_are_up_to_date() -> None:
+    kinds = Counter(re.split("[:,]", gpu_pass(published(name)))[0] for name in PUBLISHED)
+    counts = f"the fused pass decodes {kinds['fused']}, the captured pass {kinds['captured']} and the plain pass"
+    text = " ".join((DOCS / "results" / "gpu_passes.md").read_text().split())
+    assert f"Of {len(PUBLISHED)} published models {counts} {kinds['plain']}" in text
 
 
 def test_the_program_of_python_md_prints_what_its_comments_say(environment: dict[str, str], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def _models(family: str) -> str:
     return " ".join(text.split("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
 
 
-def _gpu_pass(config: ModelConfig) -> str:
+def gpu_pass(config: ModelConfig) -> str:
     """Describe the decode pass of a packed model of this family on a GPU, and why no faster one is used."""
     fused, captured = decline_config(config), decline_captured(config)
     if fused is None:
@@ -52,7 +52,7 @@ def tables() -> str:
     lines = ["| `model_type` | models | GPU pass | published configs tested |", "|---|---|---|---|"]
     for family in families():
         tested = {name: config for name, config in configs.items() if config.model_type == family}
-        passes = sorted(set(map(_gpu_pass, tested.values() or _small(family))))
+        passes = sorted(set(map(gpu_pass, tested.values() or _small(family))))
         lines.append(f"| `{family}` | {_models(family)} | {'; '.join(passes)} | {', '.join(tested)} |")
     lines += [
         "",

@@ -7,19 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.utils.chat_parsing import parse_response
 
-from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     TOOL_FORMATS,
     ToolFormat,
-    declared_tool_format,
     find_tool_format,
 )
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
-from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
 
 TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates"
@@ -376,82 +371,3 @@ def test_a_template_shows_the_way(name: str, expected: str | None) -> None:
         pytest.skip("the templates are not next to this checkout")
     form = find_tool_format(Path(path).read_text("utf-8"))
     assert (form and form.name) == expected
-
-
-DECLARED: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "content": {},
-        "tool_calls": {
-            "open_pattern": r"<call name=(?P<name>\w+)>",
-            "close": "</call>",
-            "content": "json",
-            "content_args": {"unquoted_keys": True, "string_delims": [["<s>", "</s>"]]},
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-    },
-}
-TEXTS = [
-    "Hi <call name=f>{a:1,b:<s>x:y,z</s>}</call>",
-    '<call name=f>{"a": 1}</call><call name=g>{}</call>',
-    "no call",
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_declared_template_is_read_as_transformers_reads_it(text: str) -> None:
-    form = declared_tool_format(read_response_template(Fields(DECLARED, "t")))
-    assert form is not None
-    theirs = parse_response(text, DECLARED, prefix="", tools=TOOLS)
-    calls = [(item["function"]["name"], item["function"]["arguments"]) for item in theirs.get("tool_calls", [])]
-    for step in (1, 4, 1000):
-        items = parse(form, text, step)
-        assert [item for item in items if isinstance(item, tuple)] == calls
-        assert "".join(item for item in items if isinstance(item, str)) == theirs.get("content", "")
-
-
-def test_declared_elements_are_read_as_transformers_reads_them() -> None:
-    field = {
-        **DECLARED["fields"]["tool_calls"],
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<arg=(?P<key>\w+)>(?P<value>.*?)</arg>"},
-    }
-    spec = {**DECLARED, "fields": {"content": {}, "tool_calls": field}}
-    text = "<call name=f><arg=a>1</arg> <arg=b>x</arg></call>"
-    theirs = parse_response(text, spec, prefix="", tools=TOOLS)
-    form = declared_tool_format(read_response_template(Fields(spec, "t")))
-    assert form is not None
-    assert parse(form, text, 3) == [("f", theirs["tool_calls"][0]["function"]["arguments"])]
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"open_pattern": "(a+)+b"},
-        {"open_pattern": "x(?:a|a)*"},
-        {"open_pattern": ".*"},
-        {"open_pattern": r"x\w+\w+\w+\w+\w+y"},
-        {"open_pattern": "x" * 1000},
-        {"open_pattern": r"x(?=y)"},
-        {"open_pattern": "x["},
-        {"open": ""},
-        {"open": 3},
-        {"open": []},
-        {"open": "x", "content": "python"},
-        {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": "(a|b)+"}},
-        {"open": "x", "content": "xml-inline"},
-    ],
-    ids=lambda field: json.dumps(field)[:40],
-)
-def test_a_hostile_template_is_refused(field: dict[str, Any]) -> None:
-    """Check that an untrusted pattern never runs where it could take long."""
-    with pytest.raises(ModelError):
-        read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
-
-
-def test_a_template_without_fields_is_refused() -> None:
-    for spec in ({}, {"fields": {}}, {"fields": {"content": {}}}, {"version": 2, "fields": {}}, {"fields": 3}):
-        with pytest.raises(ModelError):
-            read_response_template(Fields(spec, "t"))
