@@ -36,7 +36,7 @@ class Attention(LayerPart):
         super().__init__(spec)
         self.spec = spec
         self._layer = layer
-        self.qkv = Linear(spec.products()["qkv"])
+        self.qkv = Linear(spec.products()["qkv"], stacked_on_gpu=True)
         self.q_norm = make_norm(spec.q_norm)
         self.k_norm = make_norm(spec.k_norm)
         self.v_norm = make_norm(spec.v_norm)

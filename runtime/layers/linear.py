@@ -19,8 +19,8 @@ from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.models.part_spec import LinearSpec
-from mycli.runtime.quantization.packed_weight import Matmul
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.packed_weight import Matmul, stack
+from mycli.runtime.quantization.scheme import Packing, stacked_packing
 from mycli.runtime.utils.dtypes import PromptCopy, has_prompt_copy
 from mycli.runtime.utils.memory import huge_empty
 
@@ -72,9 +72,10 @@ class Linear(nn.Module):
     `matmuls`: the products that compute them, in order; empty before the weights are loaded.
     """
 
-    def __init__(self, specs: Sequence[LinearSpec]) -> None:
+    def __init__(self, specs: Sequence[LinearSpec], *, stacked_on_gpu: bool = False) -> None:
+        """stacked_on_gpu: packings that differ become one where integers hold all: the fused pass takes one product."""
         super().__init__()
-        self.specs = tuple(specs)
+        self.specs, self._stacked_on_gpu = tuple(specs), stacked_on_gpu
         self.in_features = specs[0].in_features
         self.out_features = sum(spec.out_features for spec in specs)
         self.bias: Tensor | None = None
@@ -102,8 +103,15 @@ class Linear(nn.Module):
             return packing, spec.name if packing is not None and packing.permuted else ""
 
         matmuls: list[Matmul] = []
-        for (packing, _), run in groupby(self.specs, key=packing_key):
-            linears = list(run)
+        runs = [(packing, list(run)) for (packing, _), run in groupby(self.specs, key=packing_key)]
+        stacked = None
+        if self._stacked_on_gpu and device.type != "cpu" and not dense:
+            stacked = stacked_packing([packing for packing, _ in runs])
+        if stacked is not None:
+            weights = [formats.read_weight(checkpoint, run, packing, device) for packing, run in runs if packing]
+            matmuls.append(prepare_product(stack(weights, stacked), dtype))
+            runs = []
+        for packing, linears in runs:
             old = into[len(matmuls)] if len(matmuls) < len(into) else None
             if packing is None:
                 matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))

@@ -21,7 +21,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import Packing, stacked_packing
 from mycli.runtime.utils.dtypes import FP8_PIECE
 
 TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
@@ -185,7 +185,13 @@ class _Fixed:
 def _as_on_device(plan: MemoryPlan) -> MemoryPlan:
     if not plan.gpu:
         return plan
-    return replace(plan, packings={name: _on_gpu(packing) for name, packing in plan.packings.items()})
+    packings = dict(plan.packings)
+    for spec in plan.config.layer_specs:
+        linears = spec.products().get("qkv", ())
+        stacked = stacked_packing([packings.get(linear.name) for linear in linears]) if linears else None
+        if stacked is not None:
+            packings |= {linear.name: stacked for linear in linears}
+    return replace(plan, packings={name: _on_gpu(packing) for name, packing in packings.items()})
 
 
 def _on_gpu(packing: Packing) -> Packing:

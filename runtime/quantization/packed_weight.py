@@ -1,6 +1,6 @@
 """The packed layout of quantized weights, and its conversion to values in plain torch: the reference of kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -119,6 +119,37 @@ def as_integers(weight: PackedWeight) -> PackedWeight:
     levels = (code_table(weight.packing) + (1 << packing.bits - 1)).to(weight.packed.device, torch.uint8)
     codes = levels[unpack(weight.packed, weight.packing.bits, weight.in_features).int()]
     return replace(weight, packed=pack(codes, packing.bits), packing=packing)
+
+
+def widen(weight: PackedWeight, packing: Packing) -> PackedWeight:
+    """Return the same weight in `packing`: of at least its bits, of groups that divide its groups."""
+    weight = as_integers(weight)
+    source, packed, scales, offsets = weight.packing, weight.packed, weight.scales, weight.offsets
+    if packing.bits != source.bits:
+        codes = unpack(packed, source.bits, weight.in_features)
+        packed = pack(codes + ((1 << packing.bits - 1) - (1 << source.bits - 1)), packing.bits)
+    if packing.group_size is not None and source.group_size != packing.group_size:
+        times = (source.group_size or weight.in_features) // packing.group_size
+        scales = scales.repeat_interleave(times, dim=1)
+        offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
+    if packing.offsets and offsets is None:
+        offsets = torch.zeros_like(scales, dtype=torch.float32)
+    return replace(weight, packed=packed, scales=scales, offsets=offsets, packing=packing)
+
+
+def stack(weights: Sequence[PackedWeight], packing: Packing) -> PackedWeight:
+    """Return weights of the same inputs as one, row after row, in their `stacked_packing`."""
+    parts = [widen(weight, packing) for weight in weights]
+    dtypes = {part.scales.dtype for part in parts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(
+        parts[0],
+        packed=torch.cat([part.packed for part in parts]),
+        scales=torch.cat([part.scales.to(dtype) for part in parts]),
+        offsets=torch.cat(offsets) if offsets else None,
+        factors=None,
+    )
 
 
 def dequantize(weight: PackedWeight) -> Tensor:

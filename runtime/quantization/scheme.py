@@ -1,7 +1,9 @@
 """`Packing`, the number format of quantized weights: bits, groups and scales, its sizes and its name; without torch."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Literal
 
 from mycli.runtime.errors import ModelError, UsageError
@@ -91,6 +93,23 @@ class Packing:
         kind = f"int{self.bits}" if self.codes == "int" else self.codes
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         return f"{kind}-{group}" + ("-offset" if self.offsets else "") + ("-permuted" if self.permuted else "")
+
+
+def stacked_packing(packings: Sequence[Packing | None]) -> Packing | None:
+    """Return the packing of integers that holds weights of several packings exactly, or None if there is none."""
+    stored = [packing.as_integers() for packing in packings if packing is not None]
+    if len(set(packings)) == 1 or len(stored) < len(packings):
+        return None
+    if any(packing.codes != "int" or packing.permuted for packing in stored):
+        return None
+    groups = [packing.group_size for packing in stored if packing.group_size is not None]
+    dtypes = {packing.scale_dtype for packing in stored}
+    return Packing(
+        max(packing.bits for packing in stored),
+        gcd(*groups) if groups else None,
+        offsets=any(packing.offsets for packing in stored),
+        scale_dtype=dtypes.pop() if len(dtypes) == 1 else "float32",
+    )
 
 
 def parse_packing(name: str) -> Packing:

@@ -220,6 +220,15 @@ def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets
     assert estimate(kept).weights < estimate(plain).weights
 
 
+def test_a_gpu_holds_queries_keys_and_values_of_two_packings_in_one() -> None:
+    """Of Q4_K_M: values in Q6_K beside Q4_K, each in bytes with a scale and an offset per 16."""
+    four = plan("Llama-3.1-8B", Packing(4, 32, offsets=True, scale_dtype="float32"), gpu=True)
+    six = {f"model.layers.{layer}.self_attn.v_proj": Packing(6, 16, scale_dtype="float32") for layer in range(3)}
+    mixed = replace(four, packings={**four.packings, **six})
+    rows, before = (32 + 8 + 8) * 128, 4096 // 2 + 8 * (4096 // 32)
+    assert estimate(mixed).weights - estimate(four).weights == 3 * rows * (4096 + 8 * (4096 // 16) - before)
+
+
 def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     """The sizes are written out for Llama-3.1-8B: logits of 128,256 bf16; the pool fits the widest pass.
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack, unpack
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack, stack, unpack
+from mycli.runtime.quantization.scheme import Packing, stacked_packing
 
 WIDTHS = range(2, 9)  # including those that are read
 
@@ -71,3 +71,31 @@ def test_offsets_shift_each_group() -> None:
     expected = ((codes.view(5, 2, 32).double() - zeros.unsqueeze(-1)) * scales.unsqueeze(-1).double()).view(5, 64)
     assert torch.allclose(weight.double(), expected, rtol=0, atol=1e-6)
     assert packing.name == "int4-g32-offset"
+
+
+@given(
+    kinds=st.lists(
+        st.tuples(st.sampled_from(WIDTHS), st.sampled_from((16, 32, 64, None)), st.booleans(), st.booleans()),
+        min_size=2,
+        max_size=3,
+        unique=True,
+    ),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_stacked_weights_are_the_same_numbers(
+    kinds: list[tuple[int, int | None, bool, bool]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = []
+    for rows, (bits, group, offsets, table) in enumerate(kinds, 1):
+        packing = Packing(4 if table else bits, group, offsets=offsets, codes="iq4" if table else "int")
+        codes = torch.randint(0, 1 << packing.bits, (rows, 128), generator=generator).to(torch.uint8)
+        scales = torch.randn(rows, packing.groups(128), generator=generator)
+        added = torch.randn(scales.shape, generator=generator) if offsets else None
+        weights.append(PackedWeight(pack(codes, packing.bits), scales, packing, 128, added))
+    packing = stacked_packing([weight.packing for weight in weights])
+    if packing is not None:  # the same kind twice: a table has one width
+        whole = stack(weights, packing)
+        assert whole.packing == packing and whole.out_features == sum(range(1, len(kinds) + 1))
+        assert torch.equal(dequantize(whole), torch.cat([dequantize(weight) for weight in weights]))

@@ -1,9 +1,11 @@
 """Test the sizes of a number format, and which shapes it fits."""
 
+from dataclasses import replace
+
 import pytest
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing, parse_packing
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing, parse_packing, stacked_packing
 
 
 @pytest.mark.parametrize("group", [*GROUP_SIZES, None])
@@ -34,3 +36,28 @@ def test_the_table_of_normal_quantiles_has_fp32_scales_in_memory() -> None:
 def test_what_quantizing_does_not_write_is_no_scheme(name: str) -> None:
     with pytest.raises(UsageError, match="unknown quantization scheme"):
         parse_packing(name)
+
+
+Q4_K = Packing(4, 32, "gguf", offsets=True, scale_dtype="float32", super_blocks=True)
+Q6_K = Packing(6, 16, "gguf", scale_dtype="float32", super_blocks=True)
+IQ4_XS = Packing(4, 32, "gguf", codes="iq4", scale_dtype="float32", super_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("packings", "stacked"),
+    [
+        ((Q4_K, Q6_K), Packing(6, 16, offsets=True, scale_dtype="float32")),
+        ((IQ4_XS, replace(Q4_K, bits=5)), Packing(8, 32, offsets=True, scale_dtype="float32")),
+        ((Packing(4, 128), Packing(8, 64), Packing(4, 128)), Packing(8, 64)),
+        ((Packing(4, None), Packing(4, 96)), Packing(4, 96)),
+        ((Packing(4, None), Packing(8, None)), Packing(8, None)),
+        ((Packing(4, 128), Packing(8, 64, scale_dtype="float16")), Packing(8, 64, scale_dtype="float32")),
+        ((Q4_K, Q4_K), None),
+        ((Q4_K, None), None),
+        ((Packing(4, 128), Packing(4, 128, codes="nf4")), None),
+        ((Packing(4, 128), Packing(4, 128, permuted=True)), None),
+    ],
+    ids=["Q4_K_M", "IQ4_XS", "widths", "channel", "channels", "scales", "alike", "dense", "table", "permuted"],
+)
+def test_several_packings_are_one_of_integers(packings: tuple[Packing | None, ...], stacked: Packing | None) -> None:
+    assert stacked_packing(packings) == stacked

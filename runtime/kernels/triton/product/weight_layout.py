@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mycli.runtime.quantization.packed_weight import PackedWeight, as_integers, pack, unpack
+from mycli.runtime.quantization.packed_weight import PackedWeight, unpack, widen
 from mycli.runtime.quantization.scheme import Packing
 
 # The weight is the 16-row operand of `mma.m16n8k16`. A chunk is `chunk_n` rows by `chunk_k` columns, stored as `words`
@@ -122,20 +122,10 @@ def gpu_packing(packing: Packing) -> Packing | None:
 
 def to_gpu_packing(weight: PackedWeight) -> PackedWeight:
     """Return the same weight in the packing of `gpu_packing`."""
-    weight = as_integers(weight)
-    packing, source = gpu_packing(weight.packing), weight.packing
-    assert packing is not None, source.name
-    packed, scales, offsets = weight.packed, weight.scales, weight.offsets
-    if packing.bits != source.bits:
-        codes = unpack(packed, source.bits, weight.in_features) + ((1 << 7) - (1 << source.bits - 1))
-        packed = pack(codes, packing.bits)
-    if packing.group_size is not None and source.group_size != packing.group_size:
-        times = (source.group_size or weight.in_features) // packing.group_size
-        scales = scales.repeat_interleave(times, dim=1)
-        offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
-    if scales.dtype not in SCALES:
-        scales = scales.float()
-    return replace(weight, packed=packed, scales=scales, offsets=offsets, packing=packing)
+    packing = gpu_packing(weight.packing)
+    assert packing is not None, weight.packing.name
+    weight = widen(weight, packing)
+    return weight if weight.scales.dtype in SCALES else replace(weight, scales=weight.scales.float())
 
 
 def repack(weight: PackedWeight) -> Tensor:

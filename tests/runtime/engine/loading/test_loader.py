@@ -18,6 +18,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loading import loader as load
@@ -39,6 +40,7 @@ from mycli.runtime.sampling.sampler import DeviceSampling
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.families import make
 from tests.support.models import CPU
+from tests.support.packed_folder import write_packed
 from tests.support.paths import PICO
 from tests.support.random_tensors import weight
 
@@ -241,3 +243,13 @@ def test_suppressed_ids_of_rows_that_pad_the_head_are_dropped(tmp_path: Path) ->
         shutil.copy(PICO / file, tmp_path / file)
     (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [9, 4100]}')
     assert load.LoadedModel.load(open_model_folder(tmp_path), CPU).defaults.suppressed == (9,)
+
+
+def test_on_a_gpu_queries_keys_and_values_of_two_widths_are_one_product(tmp_path: Path) -> None:
+    """The fused pass takes one product; the CPU multiplies each packing as stored."""
+    folder = open_model_folder(write_packed(tmp_path / "m", MIXTURE_FIELDS, {"v_proj": 8, "": 4}))
+    count: dict[str, int] = {}
+    for device in ("cpu", "meta"):
+        model = load.load_model(folder, Placement(torch.device(device), torch.bfloat16)).model
+        count[device] = len(next(model.layers()).products["qkv"].matmuls)
+    assert count == {"cpu": 2, "meta": 1}
