@@ -97,6 +97,7 @@ class Packing:
 
 def stacked_packing(packings: Sequence[Packing | None]) -> Packing | None:
     """Return the packing of integers that holds weights of several packings exactly, or None if there is none."""
+    # At least 4 bits: with offsets in groups of 16, GPU kernels of 3 bits need more registers than there are.
     stored = [packing.as_integers() for packing in packings if packing is not None]
     if len(set(packings)) == 1 or len(stored) < len(packings):
         return None
@@ -105,7 +106,7 @@ def stacked_packing(packings: Sequence[Packing | None]) -> Packing | None:
     groups = [packing.group_size for packing in stored if packing.group_size is not None]
     dtypes = {packing.scale_dtype for packing in stored}
     return Packing(
-        max(packing.bits for packing in stored),
+        max(4, *(packing.bits for packing in stored)),
         gcd(*groups) if groups else None,
         offsets=any(packing.offsets for packing in stored),
         scale_dtype=dtypes.pop() if len(dtypes) == 1 else "float32",

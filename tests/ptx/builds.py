@@ -103,6 +103,7 @@ FOREIGN = (  # layouts of other programs: zero points, 8-bit floats, MXFP4, NF4 
     Packing(4, 64, codes="fp4"),
     Packing(8, 16),
     Packing(4, 16, offsets=True),
+    Packing(8, 16, offsets=True),
     Packing(4, 16, codes="e2m1"),
 )
 

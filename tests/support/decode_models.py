@@ -16,6 +16,7 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import ExpertNames, MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
+from mycli.runtime.models.multimodal import SEPARATE_GATE
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
@@ -189,6 +190,7 @@ _BETA = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 _GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "global_head_dim": 64}
 _GRANITE_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96}
 _SINKS = {"model_type": "granite_swa", "sliding_window": 40, "layer_rope_theta": [0, 10000.0], "num_hidden_layers": 2}
+_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 40, "intermediate_size": 96}
 FAMILIES = [
     Case({"num_hidden_layers": 1, "query_pre_attn_scalar": 20}, family="gemma-2-2b", packed_head=True, new=2),
     Case(_GEMMA3, family="gemma-3-1b", int8=True),
@@ -204,4 +206,6 @@ FAMILIES = [
     Case({"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1}, family="OLMoE-1B-7B"),
     Case(_SINKS, family="granite-3.3-2b"),
     Case({"rope_parameters": {**_YARN, **_BETA}}, family="Ministral-3-3B"),
+    Case(_OSS, family="gpt-oss-20b", new=2),
+    Case({**_OSS, SEPARATE_GATE: True, "num_hidden_layers": 1}, family="gpt-oss-20b", sequences=9),
 ]

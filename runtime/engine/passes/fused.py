@@ -21,7 +21,7 @@ from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import decode_attention, heads_fit
 from mycli.runtime.kernels.triton.experts import ExpertTable
-from mycli.runtime.kernels.triton.gated_silu import activate
+from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.mixture import FusedMixture, SharedExpert
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
@@ -121,9 +121,8 @@ def _dense_mlp(mlp: Mlp) -> _DenseMlp | Declined:
 def _mixture(experts: Experts) -> FusedMixture | Declined:
     if isinstance(experts, StreamedExperts):
         return Declined("streamed-experts")
-    gate_up, down = (
-        ExpertTable.from_weights([linear.matmul for linear in linears]) for linears in (experts.gate_up, experts.down)
-    )
+    products = experts.gate_up, experts.down
+    gate_up, down = (ExpertTable.from_weights([linear.matmul for linear in linears]) for linears in products)
     if isinstance(gate_up, Declined) or isinstance(down, Declined):
         return Declined("mixed-experts")
     router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
@@ -140,7 +139,13 @@ def _mixture(experts: Experts) -> FusedMixture | Declined:
     assert experts.norm is not None  # checked by `_decline_experts`
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
     route = router.dequantize(), experts.spec.routing, experts.correction
-    return FusedMixture(norm, *route, gate_up, down, shared, _residual(experts, None))
+    (_, gate_up_bias), (_, down_bias) = (linears.operands(range(len(linears))) for linears in products)
+    kind = experts.spec.activation
+    activation = ExpertActivation(kind != "silu", kind == "swiglu_clamped", gate_up_bias)
+    residual = _residual(experts, None)
+    return FusedMixture(
+        norm, *route, gate_up, down, shared, residual, activation, experts.router.bias, down_bias
+    )
 
 
 def _projection(attention: Attention) -> Projection:

@@ -70,7 +70,9 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
         return Declined("no-input-norm")
     if spec.output_norm is not None:
         return Declined("output-norm")
-    if spec.activation != "silu":
+    shared = None if spec.shared is None else spec.shared.mlp
+    clamped = spec.activation in ("swiglu_clamped", "swiglu_halves") and shared is None
+    if not (spec.gated and (spec.activation == "silu" or clamped)):
         return Declined("activation-kind")
     if spec.weigh_inputs:
         return Declined("expert-inputs")
@@ -78,12 +80,11 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
         return declined
     if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
         return Declined("expert-norms")
-    if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):
+    if shared is not None and (shared.norm or shared.output_norm):
         return Declined("shared-expert-norms")
-    if spec.expert_scales is not None or any(linear.bias for linear in spec.unquantized):
+    if spec.expert_scales is not None or any(linear.bias for linear in spec.unquantized if linear is not spec.router):
         return Declined("router-bias")
-    shared = () if spec.shared is None else spec.shared.mlp.linears
-    if any(linear.bias for linear in (*spec.experts[0].linears, *shared)):
+    if shared is not None and any(linear.bias for linear in shared.linears):
         return Declined("expert-biases")
     return None
 

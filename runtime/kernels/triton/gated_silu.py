@@ -1,8 +1,9 @@
-"""SiLU(gate) * up or GELU(gate) * up of a gate_up product, written as the operand of the next product."""
+"""SiLU(gate) * up, or another gated activation, of a gate_up product, written as the operand of the next product."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.product.grouped import owner_of
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, launch_epilogue
 from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
@@ -30,29 +32,58 @@ class SiluArguments(NamedTuple):
     TILES: Any  # tiles of a piece
     DTYPE: Any  # the model's
     GELU: Any  # by the tanh approximation; otherwise SiLU
-    bias: Any = None  # [2 * size]
+    bias: Any = None  # [2 * size], or of each expert: [experts, 2 * size]
+    starts: Any = None  # int32 [experts + 1], of rows that are pairs sorted by expert; one row at a time
+    experts: Any = 0
+    EXPERTS: Any = 1  # a power of two, at least `experts`
+    CLAMPED: Any = False  # `reference.clamped_swiglu`
+    ALTERNATING: Any = False  # columns of gate and up alternate; otherwise gate is first
 
 
 @triton.jit
-def silu_epilogue(parts, count, piece, row, rows, args):
-    """Write SiLU(gate) * up or GELU(gate) * up of parts [count, rows, 2 * size], gate first."""
-    row, tile = some_tiles(row, piece * args.TILES, args.ROWS, args.TILES)
+def silu_epilogue(parts, count, piece, first, rows, args):
+    """Write the gated activation of parts [count, rows, 2 * size]."""
+    row, tile = some_tiles(first, piece * args.TILES, args.ROWS, args.TILES)
     column = columns_of(tile, args.into)
     inside = (row[:, None] < rows) & (column < args.size)
+    beside = args.size
+    if args.ALTERNATING:
+        column, beside = 2 * column, 1
     place, stride = row[:, None] * (2 * args.size) + column, rows * args.size * 2
     # A product this wide has few parts: more than two loads in flight would spill registers.
     gate = add_parts(parts, place, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
-    up = add_parts(parts, place + args.size, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
+    up = add_parts(parts, place + beside, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
     if args.bias is not None:
-        gate += tl.load(args.bias + column, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(args.bias + args.size + column, mask=inside, other=0.0).to(tl.float32)
+        bias = args.bias
+        if args.starts is not None:
+            bias += owner_of(first, args.starts, args.experts, args.EXPERTS) * (2 * args.size)
+        gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + beside + column, mask=inside, other=0.0).to(tl.float32)
         gate, up = gate.to(args.DTYPE).to(tl.float32), up.to(args.DTYPE).to(tl.float32)
-    slope = gate  # gate * sigmoid(slope)
-    if args.GELU:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = (gate / (1.0 + tl.exp(-slope))).to(args.DTYPE).to(tl.float32)
+    if args.CLAMPED:
+        gate, up = tl.minimum(gate, 7.0), tl.maximum(tl.minimum(up, 7.0), -7.0)
+        slope = (gate * 1.702).to(args.DTYPE).to(tl.float32)
+        share = (1.0 / (1.0 + tl.exp(-slope))).to(args.DTYPE).to(tl.float32)
+        active, up = (gate * share).to(args.DTYPE).to(tl.float32), (up + 1.0).to(args.DTYPE).to(tl.float32)
+    else:
+        slope = gate  # gate * sigmoid(slope)
+        if args.GELU:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        active = (gate / (1.0 + tl.exp(-slope))).to(args.DTYPE).to(tl.float32)
     value = (active * up).to(args.DTYPE).to(tl.float32)
     store_activation(value, row, tile, (row < rows) & (tile < args.into.tiles), args.into)
+
+
+@dataclass(frozen=True)
+class ExpertActivation:
+    """The gated activation of experts; bias: [experts, 2 * size], in the order of the product's columns."""
+
+    clamped: bool = False
+    alternating: bool = False
+    bias: Tensor | None = None
+
+
+SILU = ExpertActivation()
 
 
 def activate(
@@ -74,12 +105,28 @@ def activate(
     return into
 
 
-def activate_parts(parts: Tensor, dtype: torch.dtype, following: TritonMatmul, tile: Tile) -> Activation:
-    """Return SiLU(gate) * up of split-K parts fp32 [count, rows, 2 * size] as an operand of `following`."""
-    check_contiguous(parts)
+def activate_parts(
+    parts: Tensor,
+    dtype: torch.dtype,
+    following: TritonMatmul,
+    tile: Tile,
+    kind: ExpertActivation = SILU,
+    starts: Tensor | None = None,
+) -> Activation:
+    """Return the activation of split-K parts fp32 [count, rows, 2 * size] as an operand of `following`.
+
+    starts: int32 [experts + 1], the rows of each expert, for the biases of `kind`.
+    """
+    check_contiguous(parts, kind.bias, starts)
     _, rows, width = parts.shape
     into = following.activation(rows, tile)
-    launch_epilogue(parts, _epilogue(into, width // 2, 1, max(_SPAN, into.tile_k), dtype), following.chip.pdl)
+    epilogue = _epilogue(into, width // 2, 1, max(_SPAN, into.tile_k), dtype)
+    args = epilogue.arguments._replace(CLAMPED=constexpr(kind.clamped), ALTERNATING=constexpr(kind.alternating))
+    if kind.bias is not None:
+        experts = len(kind.bias)
+        args = args._replace(bias=kind.bias, starts=starts, experts=experts)
+        args = args._replace(EXPERTS=constexpr(triton.next_power_of_2(experts)))
+    launch_epilogue(parts, epilogue._replace(arguments=args), following.chip.pdl)
     return into
 
 
@@ -95,5 +142,6 @@ def _epilogue(
     model_dtype = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
     tiles = constexpr(span // into.tile_k)
     constants = constexpr(rows), tiles, constexpr(model_dtype), constexpr(gelu)
-    args = SiluArguments(size, into.operand(), *constants, bias)
+    off = constexpr(False)
+    args = SiluArguments(size, into.operand(), *constants, bias, EXPERTS=constexpr(1), CLAMPED=off, ALTERNATING=off)
     return Epilogue(silu_epilogue, None, args, constexpr(span), constexpr(2))

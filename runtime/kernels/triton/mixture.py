@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import ExpertTable, route_tokens
-from mycli.runtime.kernels.triton.gated_silu import activate_parts
+from mycli.runtime.kernels.triton.gated_silu import SILU, ExpertActivation, activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
@@ -43,6 +43,7 @@ def score_kernel(
     gain,  # [size]
     rms,  # `RmsScale` of the stream
     router,  # [experts, size]
+    bias,  # [experts], or None
     gate,  # [1, size], or None
     scores,  # [tokens, experts], one column more with a gate
     rows_padded,  # rows of `rms.squares`
@@ -72,17 +73,22 @@ def score_kernel(
             weight += tl.load(gate + expert[:, None] * 0 + column[None, :], mask=last, other=0.0)
         total += weight.to(tl.float32) * normed.to(x.dtype).to(tl.float32)[None, :]
     score = tl.sum(total, axis=1).to(scores.dtype.element_ty)
+    if bias is not None:
+        added = tl.load(bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
+        score = (score.to(tl.float32) + added).to(scores.dtype.element_ty)
     width = experts
     if gate is not None:
         width += 1
     tl.store(scores + token * width + expert, score, mask=expert < width)
 
 
-@triton.jit(do_not_specialize=["count", "shared_count", "rows", "pairs", "top_k"])
+@triton.jit(do_not_specialize=["count", "shared_count", "rows", "pairs", "top_k", "experts"])
 def combine_kernel(
     parts,  # fp32 [count, pairs, size]: split-K parts of the experts' last product
     places,  # int32 [rows, top_k]
     weights,  # fp32 [rows, top_k]
+    biases,  # [experts, size], or None
+    starts,  # int32 [experts + 1], the pairs of each expert, or None without biases
     shared,  # fp32 [shared_count, rows, size]: the shared expert's, or None
     gates,  # [rows], `gate_stride` apart: router scores of its gate, or None
     count,
@@ -90,9 +96,11 @@ def combine_kernel(
     rows,
     pairs,
     top_k,
+    experts,
     gate_stride,
     args,  # `ResidualArguments`, one row at a time
     RANKS: tl.constexpr,  # a power of two, at least `top_k`
+    EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     PDL: tl.constexpr,
 ):
     """Grid (pieces, rows): add the weighted sum of a token's experts to the stream, in fp32, parts in order."""
@@ -113,6 +121,12 @@ def combine_kernel(
     source = (place[:, None, None] * args.size + column[None, :, :]).reshape(LINES, args.into.TILE_K)
     present = ((rank < top_k)[:, None, None] & inside[None, :, :]).reshape(LINES, args.into.TILE_K)
     outputs = add_parts(parts, source, count, pairs * args.size, present).to(x.dtype).to(tl.float32)
+    if biases is not None:
+        ends = tl.load(starts + 1 + tl.arange(0, EXPERTS), mask=tl.arange(0, EXPERTS) < experts, other=0x7FFFFFFF)
+        owner = tl.sum((ends[None, :] <= place[:, None]).to(tl.int32), axis=1)
+        bias = (owner[:, None, None] * args.size + column[None, :, :]).reshape(LINES, args.into.TILE_K)
+        outputs += tl.load(biases + bias, mask=present, other=0.0).to(tl.float32)
+        outputs = outputs.to(x.dtype).to(tl.float32)
     outputs = outputs.reshape(RANKS, args.TILES, args.into.TILE_K)
     added = tl.sum(outputs * weight[:, None, None], axis=0)
     if shared is not None:
@@ -125,16 +139,23 @@ def combine_kernel(
     store_sum(x, added, gain, first, row, tile, column, inside, piece, rows, args)
 
 
-def score(stream: Tensor, x: Activation, norm: Norm, router: Tensor, gate: Tensor | None = None) -> Tensor:
+def score(
+    stream: Tensor,
+    x: Activation,
+    norm: Norm,
+    router: Tensor,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Return router scores [tokens, experts] in the dtype of the stream [tokens, size]; `x` is the norm's operand.
 
-    router: [experts, size]. gate: [1, size], the shared expert's, whose score is the last column.
+    router: [experts, size]. gate: [1, size], the shared expert's, whose score is the last column. bias: [experts].
     """
-    check_contiguous(stream, norm.gain, router, gate)
+    check_contiguous(stream, norm.gain, router, gate, bias)
     experts, pdl = len(router), norm.product.chip.pdl
     scores = stream.new_empty((len(stream), experts + (gate is not None)))
     score_kernel[(-(-scores.shape[1] // _EXPERTS), len(stream))](
-        *(stream, norm.gain, x.rms, router, gate, scores, x.sums.shape[1], experts),
+        *(stream, norm.gain, x.rms, router, bias, gate, scores, x.sums.shape[1], experts),
         BLOCK_E=_EXPERTS,
         BLOCK_K=_COLUMNS,
         PDL=pdl,
@@ -153,20 +174,24 @@ def combine(
     shared: Tensor | None = None,
     gates: Tensor | None = None,
     residual: Residual = PLAIN_SUM,
+    biases: Tensor | None = None,
 ) -> Activation | None:
     """Add the experts' outputs to the stream [tokens, size] in place; return its norm as an operand, or None.
 
     parts: fp32 [count, pairs, size] of `product`, the first expert's, by expert. shared: fp32 [count, tokens, size] of
-    the shared expert, multiplied by the sigmoid of `gates` [tokens, 1] if given.
+    the shared expert, multiplied by the sigmoid of `gates` [tokens, 1] if given. biases: [experts, size].
     """
-    check_contiguous(parts, route.places, route.weights, stream, None if norm is None else norm.gain, shared)
+    check_contiguous(parts, route.places, route.weights, stream, None if norm is None else norm.gain, shared, biases)
     (count, pairs, size), (rows, top_k), pdl = parts.shape, route.places.shape, product.chip.pdl
     tile = replace(product.tile(rows), block_m=1, block_n=_SPAN)
     args, span, into = residual_arguments(stream, norm, tile, residual=residual)
+    experts, starts = (0, None) if biases is None else (len(biases), route.starts)
     combine_kernel[(-(-size // span), rows)](
-        *(parts, route.places, route.weights, shared, gates, count, 0 if shared is None else len(shared)),
-        *(rows, pairs, top_k, 0 if gates is None else gates.stride(0), args),
+        *(parts, route.places, route.weights, biases, starts, shared, gates),
+        *(count, 0 if shared is None else len(shared)),
+        *(rows, pairs, top_k, experts, 0 if gates is None else gates.stride(0), args),
         RANKS=triton.next_power_of_2(top_k),
+        EXPERTS=triton.next_power_of_2(max(1, experts)),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
@@ -193,7 +218,8 @@ class SharedExpert:
 class FusedMixture:
     """A mixture of experts after a norm, whose `product` is the first expert's gate_up, and after attention.
 
-    router: [experts, size], dense, in the dtype of the stream; correction: as in `reference.route`.
+    router: [experts, size], dense, in the dtype of the stream; correction: as in `reference.route`. router_bias:
+    [experts]. down_bias: [experts, size].
     """
 
     norm: Norm
@@ -204,6 +230,9 @@ class FusedMixture:
     down: ExpertTable
     shared: SharedExpert | None = None
     residual: Residual = PLAIN_SUM
+    activation: ExpertActivation = SILU
+    router_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def largest(self) -> int:
         """Return the most weight rows that need counters: none here."""
@@ -229,13 +258,12 @@ class FusedMixture:
         normed = add(attended, o, stream, self.norm, counters, first.tile(share), residual)
         assert normed is not None
         experts, gate = len(self.router), None if self.shared is None else self.shared.gate
-        scores = score(stream, normed, self.norm, self.router, gate)
+        scores = score(stream, normed, self.norm, self.router, gate, self.router_bias)
         chosen_by = scores[:, :experts] if router_scores is None else router_scores
         route = route_tokens(chosen_by, self.choice, self.correction, first.chip.pdl)
         gate_up = first.partial(normed, routed=self.gate_up.rows(route.starts, route.tokens, count))
-        active = activate_parts(gate_up, stream.dtype, last, last.tile(share))
+        active = activate_parts(gate_up, stream.dtype, last, last.tile(share), self.activation, route.starts)
         outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))
-        if self.shared is None:
-            return combine(outputs, route, last, stream, following, residual=self.residual)
-        shared, gates = self.shared.parts(normed, stream.dtype), None if gate is None else scores[:, experts:]
-        return combine(outputs, route, last, stream, following, shared, gates, self.residual)
+        shared = None if self.shared is None else self.shared.parts(normed, stream.dtype)
+        gates = None if gate is None else scores[:, experts:]
+        return combine(outputs, route, last, stream, following, shared, gates, self.residual, self.down_bias)

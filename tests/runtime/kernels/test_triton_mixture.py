@@ -27,7 +27,8 @@ TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 class Tokens:
     """Describes `rows` tokens of `size` numbers, each routed to `top_k` of `experts`.
 
-    shared: number of parts of the shared expert, 0 without one; gated: the shared expert has a gate.
+    shared: number of parts of the shared expert, 0 without one; gated: the shared expert has a gate. biased: router and
+    experts have biases, and their activation is clamped.
     """
 
     rows: int
@@ -39,11 +40,12 @@ class Tokens:
     into: Packing | None = Packing(4, 128)
     shared: int = 0
     gated: bool = False
+    biased: bool = False
 
     def __str__(self) -> str:
         into = self.into.name if self.into else "nothing"
         how = f"{self.shared}shared-" * bool(self.shared) + "gated-" * self.gated
-        how += f"{self.parts}parts-{self.dtype}-{into}".replace("torch.", "")
+        how += "biased-" * self.biased + f"{self.parts}parts-{self.dtype}-{into}".replace("torch.", "")
         return f"{self.rows}x{self.top_k}of{self.experts}-{self.size}-{how}"
 
 
@@ -55,8 +57,23 @@ CASES = [
     Tokens(3, 200, experts=4, into=Packing(4, None), shared=5, gated=True),
     Tokens(2, 160, experts=1, top_k=1, parts=17, into=None),
     Tokens(64, 128, experts=4, top_k=4, into=Packing(4, 32)),
+    Tokens(3, 160, torch.bfloat16, experts=7, top_k=3, into=Packing(4, 32), biased=True),
+    Tokens(12, 96, experts=4, parts=1, into=Packing(3, 32), shared=2, gated=True, biased=True),
 ]
-QUICK = CASES[4:5]
+QUICK = [CASES[4], CASES[7]]
+
+
+def starts_of(case: Tokens) -> torch.Tensor:
+    """Return int32 [experts + 1]: pairs of each expert, of which the second has none."""
+    pairs = case.rows * case.top_k
+    starts = torch.tensor([pairs * expert // case.experts for expert in range(case.experts + 1)], dtype=torch.int32)
+    starts[2:3] = starts[1]
+    return starts
+
+
+def owners(case: Tokens) -> torch.Tensor:
+    pairs = torch.arange(case.rows * case.top_k, dtype=torch.int32)
+    return torch.searchsorted(starts_of(case)[1:], pairs, right=True)
 
 
 def scored(case: Tokens) -> tuple[float, bool]:
@@ -70,18 +87,22 @@ def scored(case: Tokens) -> tuple[float, bool]:
     embedding = normal(9, case.size).to(case.dtype)
     drawn = torch.tensor([(8 + 5 * index) % 9 for index in range(case.rows)])
     stream, into = embed(drawn, embedding, norm)
-    found = score(stream, into, norm, router, gate)
+    bias = normal(case.experts, seed=8).to(case.dtype) if case.biased else None
+    found = score(stream, into, norm, router, gate, bias)
     with backwards():
-        same = torch.equal(found, score(stream, into, norm, router, gate))
+        same = torch.equal(found, score(stream, into, norm, router, gate, bias))
     first = product(128, Packing(4, 128), n=case.size)
     nothing = first.prepare(torch.zeros((case.rows, 128), dtype=case.dtype, device=stream.device))
     counters = torch.zeros(64, dtype=torch.int32, device=stream.device)
     other = add(nothing, first, stream, norm, counters, following.tile(40))
     assert other is not None and other.tile == following.tile(40)
-    same = same and torch.equal(found, score(stream, other, norm, router, gate))
+    same = same and torch.equal(found, score(stream, other, norm, router, gate, bias))
     exact = functional.rms_norm(stream.double(), (case.size,), gain.double(), 1e-3).to(case.dtype)
     weight = router if gate is None else torch.cat((router, gate))
-    return difference(found, exact.double() @ weight.double().t()), same and found.dtype == case.dtype
+    expected = exact.double() @ weight.double().t()
+    if bias is not None:
+        expected[:, : case.experts] += bias.double()
+    return difference(found, expected), same and found.dtype == case.dtype
 
 
 @pytest.mark.parametrize("case", chosen(CASES, QUICK), ids=str)
@@ -99,12 +120,13 @@ def combined(case: Tokens) -> tuple[float, float, bool]:
     parts, residual = normal(case.parts, pairs, case.size), normal(case.rows, case.size, seed=3).to(case.dtype)
     places = permutation(pairs, seed=2).view(case.rows, case.top_k).int()
     weights = normal(case.rows, case.top_k, seed=1).abs() + 0.5
-    nothing = torch.zeros(0, dtype=torch.int32)
-    route = Route([], nothing, nothing, places, weights)
+    route = Route([], starts_of(case), torch.zeros(0, dtype=torch.int32), places, weights)
+    biases = normal(case.experts, case.size, seed=9).to(case.dtype) if case.biased else None
     gain = normal(case.size, seed=4).to(case.dtype)
     following = None if case.into is None else product(case.size, case.into)
     norm = None if following is None else Norm(gain, 1e-3, following)
     made = parts.sum(0).to(case.dtype)
+    made = made if biases is None else made + biases[owners(case)]
     output = reference.weighted_sum(made, route.places, weights)
     shared = normal(case.shared, case.rows, case.size, seed=6) if case.shared else None
     gates = normal(case.rows, case.experts + 1, seed=7).to(case.dtype)[:, case.experts :] if case.gated else None
@@ -113,9 +135,9 @@ def combined(case: Tokens) -> tuple[float, float, bool]:
         output = output + (own if gates is None else reference.weigh_rows(own, gates))
     expected = residual + output
     stream, again = residual.clone(), residual.clone()
-    into = combine(parts, route, last, stream, norm, shared, gates)
+    into = combine(parts, route, last, stream, norm, shared, gates, biases=biases)
     with backwards():
-        into_again = combine(parts, route, last, again, norm, shared, gates)
+        into_again = combine(parts, route, last, again, norm, shared, gates, biases=biases)
     same = torch.equal(stream, again)
     if following is None or into is None or into_again is None:
         assert into is None and following is None
@@ -151,4 +173,27 @@ def activated(case: Tokens) -> float:
 @pytest.mark.parametrize("case", chosen(CASES, QUICK), ids=str)
 def test_gates_of_experts(case: Tokens, interpret: Interpret) -> None:
     error = interpret(activated, case)
+    assert isinstance(error, float) and error < TOLERANCE[case.dtype]
+
+
+def clamped(case: Tokens, alternating: bool) -> float:
+    """Return the error of gpt-oss' activation of gate and up with biases."""
+    from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate_parts
+
+    following, pairs = product(case.size, case.into or Packing(4, 32)), case.rows * case.top_k
+    parts = normal(case.parts, pairs, 2 * case.size) * 6
+    bias = normal(case.experts, 2 * case.size, seed=2).to(case.dtype) if case.biased else None
+    kind = ExpertActivation(True, alternating, bias)
+    into = activate_parts(parts, case.dtype, following, following.tile(1), kind, starts_of(case))
+    made = parts.sum(0).to(case.dtype)
+    made = made if bias is None else made + bias[owners(case)]
+    activation = reference.clamped_swiglu if alternating else reference.swiglu_halves
+    assert bool((made.abs() > 7).any()), "values beyond the limits"
+    return difference(numbers(into)[:, : case.size], activation(made))
+
+
+@pytest.mark.parametrize("alternating", [True, False], ids=["alternating", "halves"])
+@pytest.mark.parametrize("case", [CASES[0], *CASES[7:]], ids=str)
+def test_clamped_gates_of_experts(case: Tokens, alternating: bool, interpret: Interpret) -> None:
+    error = interpret(clamped, case, alternating)
     assert isinstance(error, float) and error < TOLERANCE[case.dtype]

@@ -47,3 +47,11 @@ def expert_tile(routed, BLOCK_M: tl.constexpr):
     if routed.tokens is not None:
         rows = tl.load(routed.tokens + rows, mask=pairs < last, other=0)
     return which, pairs, rows, last
+
+
+@triton.jit
+def owner_of(pair, starts, experts, EXPERTS: tl.constexpr):
+    """Return the expert that a pair belongs to: the number of experts whose pairs end at or before it."""
+    expert = tl.arange(0, EXPERTS)
+    ends = tl.load(starts + expert + 1, mask=expert < experts, other=0x7FFFFFFF)
+    return tl.sum((ends <= pair).to(tl.int32), 0)
