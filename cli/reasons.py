@@ -183,7 +183,9 @@ REASONS: Mapping[str, str] = {
     "many-penalties": "penalties are applied on the device for at most {most} sequences, not {sequences}",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",
-    "not-one-packed-product": "{linear} is not one packed product",
+    "not-one-product": "{linear} is not one product of packed or 16-bit weights",
+    "no-packed-product": "no weight is packed for its kernels",
+    "dense-product-shape": "a 16-bit product has {columns} columns in {dtype}, not a multiple of 32 in 16 bits",
     "int4-partial-rotation": "an int4 KV cache needs heads that rotate whole",
     "linear-bias": "{linear} has a bias",
     "streamed-experts": "not all experts are in memory",
@@ -208,8 +210,8 @@ REASONS: Mapping[str, str] = {
     "expert-norms": "experts or their router have norms of their own",
     "shared-expert-norms": "the shared expert has norms of its own",
     "experts-read-by-host": "experts are not all packed alike, so the host must read which experts have rows",
-    "router-bias": "the router has a bias, or experts have scales",
-    "expert-biases": "experts have biases",
+    "router-bias": "experts have scales, or the gate of the shared expert has a bias",
+    "expert-biases": "the shared expert has biases",
 }
 
 

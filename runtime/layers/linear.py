@@ -108,8 +108,8 @@ class Linear(nn.Module):
         if self._stacked_on_gpu and device.type != "cpu" and not dense:
             stacked = stacked_packing([packing for packing, _ in runs])
         if stacked is not None:
-            weights = [formats.read_weight(checkpoint, run, packing, device) for packing, run in runs if packing]
-            matmuls.append(prepare_product(stack(weights, stacked), dtype))
+            stored = [formats.read_weight(checkpoint, run, packing, device) for packing, run in runs if packing]
+            matmuls.append(prepare_product(stack(stored, stacked), dtype))
             runs = []
         for packing, linears in runs:
             old = into[len(matmuls)] if len(matmuls) < len(into) else None

@@ -75,6 +75,7 @@ class Case:
     block: int = CAPACITY  # size of a cache block
     family: str = ""  # a published model, whose configuration `changes` shrinks
     padding: int = 0  # rows of padding after the new tokens of each sequence
+    dense: str = ""  # linears with this in their name have 16 bits
 
     def __str__(self) -> str:
         options = self.family or "-".join(f"{key}{value}" for key, value in self.changes.items())
@@ -82,7 +83,7 @@ class Case:
             options += f"{self.experts.routing.top_k}of{self.experts.count}-{self.experts.routing.scoring}"
         options += f"-blocks{self.block}" * (self.block < CAPACITY)
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
-        flags += f"-padded{self.padding}" * (self.padding > 0)
+        flags += f"-padded{self.padding}" * (self.padding > 0) + f"-dense-{self.dense}" * bool(self.dense)
         group = "" if self.group == 32 else f"-g{self.group}"
         return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
 
@@ -121,7 +122,8 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.replace(dequantize(weight))
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
-            if ours in kept or (ours is fused.head and not case.packed_head):
+            dense = case.dense and case.dense in ours.specs[0].name
+            if dense or ours in kept or (ours is fused.head and not case.packed_head):
                 ours.replace(theirs.weight())
             if any(spec.bias for spec in ours.specs) or (case.bias and ours.specs[0].name.endswith("q_proj")):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
@@ -206,6 +208,7 @@ FAMILIES = [
     Case({"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1}, family="OLMoE-1B-7B"),
     Case(_SINKS, family="granite-3.3-2b"),
     Case({"rope_parameters": {**_YARN, **_BETA}}, family="Ministral-3-3B"),
-    Case(_OSS, family="gpt-oss-20b", new=2),
+    Case(_OSS, family="gpt-oss-20b", new=2, dense="self_attn"),
+    Case({"num_hidden_layers": 1}, family="OLMo-2-7B", sequences=9, dense="mlp"),
     Case({**_OSS, SEPARATE_GATE: True, "num_hidden_layers": 1}, family="gpt-oss-20b", sequences=9),
 ]

@@ -24,7 +24,9 @@ from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.mixture import FusedMixture, SharedExpert
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
+from mycli.runtime.kernels.triton.product.dense import DenseProduct, decline_dense
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, TritonMatmul
+from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.residual import Norm, Residual, add, embed
 from mycli.runtime.kernels.triton.rope import Projection, Rotation, project
 from mycli.runtime.layers.attention import attention_scoring
@@ -46,7 +48,7 @@ class _DenseMlp:
     """The MLP of a layer, with the output product of attention before it; used like a `FusedMixture`."""
 
     norm: Norm
-    down: TritonMatmul
+    down: FewRowsProduct
     residual: Residual
     gelu: bool
     bias: Tensor | None
@@ -57,7 +59,7 @@ class _DenseMlp:
     def add_to(
         self,
         attended: Activation,
-        o: TritonMatmul,
+        o: FewRowsProduct,
         residual: Residual,
         stream: Tensor,
         next_norm: Norm | None,
@@ -73,7 +75,7 @@ class _DenseMlp:
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Norm
-    o: TritonMatmul
+    o: FewRowsProduct
     residual: Residual
     second: _DenseMlp | FusedMixture
     projection: Projection
@@ -84,18 +86,23 @@ class _Layer:
         return max(self.input_norm.product.n, self.o.n, self.second.largest())
 
 
-def _matmul(linear: Linear) -> TritonMatmul | None:
+def _packed(linear: Linear) -> TritonMatmul | None:
     return linear.matmul if isinstance(linear.matmul, TritonMatmul) else None
 
 
-def _matmuls(linears: Mapping[str, Linear]) -> dict[str, TritonMatmul] | Declined:
-    matmuls: dict[str, TritonMatmul] = {}
+def _products(linears: Mapping[str, Linear], chip: Chip) -> dict[str, FewRowsProduct] | Declined:
+    products: dict[str, FewRowsProduct] = {}
     for name, linear in linears.items():
-        matmul = _matmul(linear)
-        if matmul is None:
-            return Declined("not-one-packed-product", {"linear": linear.specs[0].name})
-        matmuls[name] = matmul
-    return matmuls
+        if isinstance(linear.matmul, TritonMatmul):
+            products[name] = linear.matmul
+        elif isinstance(linear.matmul, DenseMatmul):
+            weight = linear.matmul.dequantize()
+            if (declined := decline_dense(weight)) is not None:
+                return declined
+            products[name] = DenseProduct(weight, chip)
+        else:
+            return Declined("not-one-product", {"linear": linear.specs[0].name})
+    return products
 
 
 def _residual(part: LayerPart, product: Linear | None) -> Residual:
@@ -105,17 +112,17 @@ def _residual(part: LayerPart, product: Linear | None) -> Residual:
     return Residual(bias, gain, eps, part.residual, scalar)
 
 
-def _norm_before(part: LayerPart, product: TritonMatmul) -> Norm:
+def _norm_before(part: LayerPart, product: FewRowsProduct) -> Norm:
     return Norm(None, 0.0, product) if part.norm is None else Norm(part.norm.weight, part.norm.eps, product)
 
 
-def _dense_mlp(mlp: Mlp) -> _DenseMlp | Declined:
-    matmuls = _matmuls({"gate_up": mlp.gate_up, "down": mlp.down})
-    if isinstance(matmuls, Declined):
-        return matmuls
+def _dense_mlp(mlp: Mlp, chip: Chip) -> _DenseMlp | Declined:
+    products = _products({"gate_up": mlp.gate_up, "down": mlp.down}, chip)
+    if isinstance(products, Declined):
+        return products
     gelu = mlp.spec.activation == "gelu_tanh"
-    norm = _norm_before(mlp, matmuls["gate_up"])
-    return _DenseMlp(norm, matmuls["down"], _residual(mlp, mlp.down), gelu, mlp.gate_up.bias)
+    norm = _norm_before(mlp, products["gate_up"])
+    return _DenseMlp(norm, products["down"], _residual(mlp, mlp.down), gelu, mlp.gate_up.bias)
 
 
 def _mixture(experts: Experts) -> FusedMixture | Declined:
@@ -130,12 +137,10 @@ def _mixture(experts: Experts) -> FusedMixture | Declined:
         return Declined("packed-router", {"linear": experts.spec.router.name})
     shared = None
     if experts.shared is not None:
-        matmuls = _matmuls({"gate_up": experts.shared.gate_up, "down": experts.shared.down})
-        if isinstance(matmuls, Declined):
-            return matmuls
-        if matmuls["gate_up"].packing != gate_up.weights[0].packing:
+        shared_gate_up, shared_down = _packed(experts.shared.gate_up), _packed(experts.shared.down)
+        if shared_gate_up is None or shared_down is None or shared_gate_up.packing != gate_up.weights[0].packing:
             return Declined("shared-expert-packing", {"linear": experts.shared.gate_up.specs[0].name})
-        shared = SharedExpert(matmuls["gate_up"], matmuls["down"], None if gate is None else gate.dequantize())
+        shared = SharedExpert(shared_gate_up, shared_down, None if gate is None else gate.dequantize())
     assert experts.norm is not None  # checked by `_decline_experts`
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
     route = router.dequantize(), experts.spec.routing, experts.correction
@@ -143,9 +148,7 @@ def _mixture(experts: Experts) -> FusedMixture | Declined:
     kind = experts.spec.activation
     activation = ExpertActivation(kind != "silu", kind == "swiglu_clamped", gate_up_bias)
     residual = _residual(experts, None)
-    return FusedMixture(
-        norm, *route, gate_up, down, shared, residual, activation, experts.router.bias, down_bias
-    )
+    return FusedMixture(norm, *route, gate_up, down, shared, residual, activation, experts.router.bias, down_bias)
 
 
 def _projection(attention: Attention) -> Projection:
@@ -165,18 +168,18 @@ def _projection(attention: Attention) -> Projection:
     )
 
 
-def _layer(block: Block) -> _Layer | Declined:
+def _layer(block: Block, chip: Chip) -> _Layer | Declined:
     attention, mlp = block.mixer, block.mlp
     assert isinstance(attention, Attention) and mlp is not None  # checked by `decline_config`
-    matmuls = _matmuls({"qkv": attention.qkv, "o": attention.o})
-    if isinstance(matmuls, Declined):
-        return matmuls
-    second = _mixture(mlp) if isinstance(mlp, Experts) else _dense_mlp(mlp)
+    products = _products({"qkv": attention.qkv, "o": attention.o}, chip)
+    if isinstance(products, Declined):
+        return products
+    second = _mixture(mlp) if isinstance(mlp, Experts) else _dense_mlp(mlp, chip)
     if isinstance(second, Declined):
         return second
     return _Layer(
-        _norm_before(attention, matmuls["qkv"]),
-        matmuls["o"],
+        _norm_before(attention, products["qkv"]),
+        products["o"],
         _residual(attention, attention.o),
         second,
         _projection(attention),
@@ -190,7 +193,7 @@ class FusedStep:
 
     def __init__(self, model: Transformer, layers: tuple[_Layer, ...]) -> None:
         self._model, self._layers = model, layers
-        self._head = _matmul(model.head)
+        self._head = _packed(model.head)
         final = None if self._head is None else Norm(model.norm.weight, model.norm.eps, self._head)
         self._next_norms = (*(layer.input_norm for layer in layers[1:]), final)
         # At least as many as any launch has pieces. One array for all, because launches run one after another and each
@@ -207,9 +210,13 @@ class FusedStep:
         declined = decline_config(model.config, kv)
         if declined is not None:
             return declined
+        modules = (module for module in model.modules() if isinstance(module, Linear))
+        chip = next((matmul.chip for module in modules if (matmul := _packed(module)) is not None), None)
+        if chip is None:
+            return Declined("no-packed-product")
         layers = []
         for block in model.layers():
-            layer = _layer(block)
+            layer = _layer(block, chip)
             if isinstance(layer, Declined):
                 return layer
             layers.append(layer)

@@ -14,7 +14,7 @@ from mycli.runtime.kernels.paged import KEY_BLOCK, Ragged, Scoring
 from mycli.runtime.kernels.triton.attention_kernel import attend_kernel
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.activation import Operand
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.models.config import ModelConfig
 
@@ -115,7 +115,7 @@ def decode_attention(
     lengths: Tensor,
     block_table: Tensor,
     scoring: Scoring,
-    product: TritonMatmul,
+    product: FewRowsProduct,
     counters: Tensor,
     counts: Tensor | None = None,
 ) -> Activation:

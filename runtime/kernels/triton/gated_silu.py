@@ -14,7 +14,7 @@ from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton.product.grouped import owner_of
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, launch_epilogue
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, check_contiguous, launch_epilogue
 from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
@@ -88,9 +88,9 @@ SILU = ExpertActivation()
 
 def activate(
     x: Activation,
-    product: TritonMatmul,
+    product: FewRowsProduct,
     dtype: torch.dtype,
-    following: TritonMatmul,
+    following: FewRowsProduct,
     counters: Tensor,
     gelu: bool = False,
     bias: Tensor | None = None,
@@ -108,7 +108,7 @@ def activate(
 def activate_parts(
     parts: Tensor,
     dtype: torch.dtype,
-    following: TritonMatmul,
+    following: FewRowsProduct,
     tile: Tile,
     kind: ExpertActivation = SILU,
     starts: Tensor | None = None,

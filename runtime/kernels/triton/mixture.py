@@ -15,7 +15,7 @@ from mycli.runtime.kernels.triton.experts import ExpertTable, route_tokens
 from mycli.runtime.kernels.triton.gated_silu import SILU, ExpertActivation, activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.residual import (
     PLAIN_SUM,
     Norm,
@@ -241,7 +241,7 @@ class FusedMixture:
     def add_to(
         self,
         attended: Activation,
-        o: TritonMatmul,
+        o: FewRowsProduct,
         residual: Residual,
         stream: Tensor,
         following: Norm | None,
@@ -252,7 +252,7 @@ class FusedMixture:
 
         residual: bias, norm and factors of `o`. counters: as in `residual.add`. router_scores: instead of the router's.
         """
-        first, last = self.norm.product, self.down.weights[0]
+        first, last = self.gate_up.weights[0], self.down.weights[0]
         count = len(stream) * self.choice.top_k
         share = -(-count // len(self.router))  # mean number of rows per expert
         normed = add(attended, o, stream, self.norm, counters, first.tile(share), residual)

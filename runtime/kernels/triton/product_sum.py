@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, check_contiguous
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 
@@ -45,7 +45,7 @@ def sum_epilogue(parts, count, piece, first, rows, args):
 
 
 def sum_parts(
-    x: Activation, product: TritonMatmul, dtype: torch.dtype, span: int, counters: Tensor, bias: Tensor | None = None
+    x: Activation, product: FewRowsProduct, dtype: torch.dtype, span: int, counters: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the product [rows, n] in `dtype` and sums of squares, fp32 [pieces of `span` columns, padded rows].
 

@@ -15,7 +15,7 @@ from triton.language import constexpr
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import Operand, columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton.product.gemm import RmsScale
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, check_contiguous
 from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.product_sum import sum_parts
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
@@ -146,7 +146,7 @@ class Norm:
 
     gain: Tensor | None
     eps: float
-    product: TritonMatmul
+    product: FewRowsProduct
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Norm, scale: float = 1.0) -> 
 
 def add(
     x: Activation,
-    product: TritonMatmul,
+    product: FewRowsProduct,
     stream: Tensor,
     norm: Norm | None,
     counters: Tensor,
@@ -225,7 +225,7 @@ def add(
 
 def _add_normed(
     x: Activation,
-    product: TritonMatmul,
+    product: FewRowsProduct,
     stream: Tensor,
     norm: Norm | None,
     counters: Tensor,

@@ -14,7 +14,7 @@ from triton.language import constexpr
 
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, round_whole, store_int4
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, launch_epilogue
+from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, check_contiguous, launch_epilogue
 from mycli.runtime.kernels.triton.product_sum import sum_parts
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
@@ -240,7 +240,7 @@ class Rotation:
 
 def project(
     x: Activation,
-    product: TritonMatmul,
+    product: FewRowsProduct,
     projection: Projection,
     rotation: Rotation | None,
     lengths: Tensor,

@@ -83,9 +83,7 @@ def test_offsets_shift_each_group() -> None:
     seed=st.integers(0, 1 << 30),
 )
 @settings(max_examples=60, deadline=None)
-def test_stacked_weights_are_the_same_numbers(
-    kinds: list[tuple[int, int | None, bool, bool]], seed: int
-) -> None:
+def test_stacked_weights_are_the_same_numbers(kinds: list[tuple[int, int | None, bool, bool]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = []
     for rows, (bits, group, offsets, table) in enumerate(kinds, 1):

@@ -51,7 +51,10 @@ IQ4_XS = Packing(4, 32, "gguf", codes="iq4", scale_dtype="float32", super_blocks
         ((Packing(4, 128), Packing(8, 64), Packing(4, 128)), Packing(8, 64)),
         ((Packing(4, None), Packing(4, 96)), Packing(4, 96)),
         ((Packing(4, None), Packing(8, None)), Packing(8, None)),
-        ((replace(Q4_K, bits=2, group_size=16), replace(Q6_K, bits=3)), Packing(4, 16, offsets=True, scale_dtype="float32")),
+        (
+            (replace(Q4_K, bits=2, group_size=16), replace(Q6_K, bits=3)),
+            Packing(4, 16, offsets=True, scale_dtype="float32"),
+        ),
         ((Packing(4, 128), Packing(8, 64, scale_dtype="float16")), Packing(8, 64, scale_dtype="float32")),
         ((Q4_K, Q4_K), None),
         ((Q4_K, None), None),

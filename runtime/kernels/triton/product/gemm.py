@@ -119,7 +119,8 @@ def _row_sum(sums, tile, end, x_columns, rows_padded, BLOCK_M: tl.constexpr, ROU
 
 
 @triton.jit
-def _load_squares(rms, x_columns, rows_padded, present):
+def load_squares(rms, x_columns, rows_padded, present):
+    """Return the sums of squares of the pieces of rows, fp32 [PIECES, rows]."""
     piece = tl.arange(0, rms.PIECES)[:, None]
     known = (piece < rms.pieces) & present[None, :]
     return tl.load(rms.squares + piece * rows_padded + x_columns[None, :], mask=known, other=0.0)
@@ -215,7 +216,7 @@ def multiply_kernel(
     if CHANNEL and offsets is not None:
         x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
-        squares = _load_squares(rms, x_columns, rows_padded, columns < last)
+        squares = load_squares(rms, x_columns, rows_padded, columns < last)
     words: tl.tuple = ()
     pairs: tl.tuple = ()
     if not CHANNEL:
@@ -284,7 +285,7 @@ def multiply_kernel(
             total += load_scales(offsets, 0, n_padded, stored_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:
         if not AHEAD:
-            squares = _load_squares(rms, x_columns, rows_padded, columns < last)
+            squares = load_squares(rms, x_columns, rows_padded, columns < last)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     out = tl.max_contiguous(tl.multiple_of(out, 16), 16)  # lost in `reshape`: without it each lane stores a sector

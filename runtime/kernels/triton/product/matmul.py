@@ -2,7 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ class Activation:
     """The operand of a product: fp16 [rows, K'], and per group of columns its power of two and sum.
 
     sums: fp32 [K' / tile_k, padded rows, 2]; padded rows are whole tiles. Columns of a permuted tile are in MMA order.
-    rms: what the product divides the rows by, if they come from a norm.
+    rms: what the product divides the rows by, if they come from a norm. For a `DenseProduct` in bf16 the values are not
+    scaled, and sums are [K / tile_k, padded rows, 0].
     """
 
     values: Tensor
@@ -102,6 +103,10 @@ class Activation:
     def tile_k(self) -> int:
         return self.values.shape[1] // self.tiles
 
+    @property
+    def scaled_sums(self) -> Tensor | None:
+        return self.sums if self.sums.shape[2] else None
+
     def operand(self) -> "Operand":
         """Return the arguments of kernels that write it."""
         from triton.language import constexpr
@@ -109,7 +114,7 @@ class Activation:
         from mycli.runtime.kernels.triton.product.activation import Operand
 
         constants = constexpr(self.tile_k), constexpr(self.tile.permuted)
-        return Operand(self.values, self.sums, self.tiles, self.sums.shape[1], *constants)
+        return Operand(self.values, self.scaled_sums, self.tiles, self.sums.shape[1], *constants)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +170,14 @@ def pieces(n: int, epilogue: "Epilogue") -> int:
     return -(-(n // ranges) // span)
 
 
+def check_counters(epilogue: "Epilogue | None", n: int, rows: int) -> None:
+    """Raise ValueError for an epilogue of a product of n columns that has too few counters."""
+    if epilogue is not None and pieces(n, epilogue) > epilogue.counters.numel():
+        raise ValueError(
+            f"{epilogue.counters.numel()} counters are too few for {pieces(n, epilogue)} pieces of {rows} rows"
+        )
+
+
 def launch_epilogue(parts: Tensor, epilogue: "Epilogue", pdl: bool) -> None:
     """Run an epilogue on split-K parts fp32 [count, rows, n] in a launch of its own."""
     from mycli.runtime.kernels.triton.split_k import epilogue_kernel
@@ -181,6 +194,36 @@ def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
     y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     reduce_kernel[(-(-y.numel() // 1024),)](parts, y, parts.shape[0], y.numel(), BLOCK=1024)
     return y
+
+
+class FewRowsProduct(Protocol):
+    """A weight [n, k] that multiplies few rows and runs an epilogue: a `TritonMatmul` or a `DenseProduct`."""
+
+    n: int
+    chip: Chip
+
+    def tile(self, rows: int) -> Tile:
+        """Return the tile for `rows` activation rows; more rows than it has take several blocks."""
+        ...
+
+    def activation(self, rows: int, tile: Tile | None = None) -> Activation:
+        """Return an empty operand for `rows` rows, of `tile` or the one chosen for that number."""
+        ...
+
+    def partial(
+        self,
+        x: Activation,
+        dtype: torch.dtype = torch.float32,
+        epilogue: "Epilogue | None" = None,
+        *,
+        next_first: bool = False,
+    ) -> Tensor:
+        """Return split-K parts of the product, fp32 [parts, rows, n] to be added in order; one part is in `dtype`.
+
+        epilogue: run on each finished piece, of many rows by a second launch. next_first: the next launch may begin
+        before the previous one has ended (`triton.pdl`).
+        """
+        ...
 
 
 class TritonMatmul:
@@ -239,11 +282,7 @@ class TritonMatmul:
         routed: RoutedRows | None = None,
         next_first: bool = False,
     ) -> Tensor:
-        """Return split-K parts of the product, fp32 [parts, rows, N] to be added in order; one part is in `dtype`.
-
-        epilogue: run on each finished piece, of many rows by a second launch. routed: rows of experts, of which this
-        weight is the first. next_first: the next launch may begin before the previous one has ended (`triton.pdl`).
-        """
+        """Compute `FewRowsProduct.partial`; routed: rows of experts, of which this weight is the first."""
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
         shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
@@ -252,16 +291,13 @@ class TritonMatmul:
             blocks = routed.max_tiles(shape.block_m)
         # Experts count as one wider weight, each with a share of the rows.
         shares, wide = (rows, self.n) if routed is None else (-(-rows // blocks), columns * shape.block_n * blocks)
-        parts, part_tiles = triton_tiles.parts(
-            self.chip, shape, self.packing, shares, wide, self._k_padded, self._tile_k
+        parts, part_tiles = triton_tiles.split(
+            self.chip, shape, self.packing.bits, shares, wide, self._k_padded, self._tile_k
         )
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (columns, parts, blocks)
         following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
-        if last is not None and pieces(self.n, last) > last.counters.numel():
-            raise ValueError(
-                f"{last.counters.numel()} counters are too few for {pieces(self.n, last)} pieces of {rows} rows"
-            )
+        check_counters(last, self.n, rows)
         multiply_kernel[grid](
             self.codes, self.scales, self.offsets, x.values, x.sums, y,
             rows, self.n, self._n_padded, self._k_padded, x.sums.shape[1], part_tiles,

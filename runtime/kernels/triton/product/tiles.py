@@ -92,14 +92,14 @@ def tile(chip: Chip, packing: Packing, rows: int) -> Tile:
     return Tile(rule["rows"], **numbers, permuted=permuted)
 
 
-def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, tile_k: int) -> tuple[int, int]:
+def split(chip: Chip, shape: Tile, bits: int, rows: int, n: int, k: int, tile_k: int) -> tuple[int, int]:
     """Return (parts of K, groups of `tile_k` per part), so that the programs fill the chip in one wave.
 
     The partial sums, 4 bytes per part, row and output, may take up to a share of the weight's bytes, by the table.
     """
     programs = -(-n // shape.block_n) * -(-rows // shape.block_m)
     slots = chip.processors * shape.blocks
-    bound = max(1, int(_family(chip).get("partial_sums", 0.125) * k * packing.bits) // (32 * rows))
+    bound = max(1, int(_family(chip).get("partial_sums", 0.125) * k * bits) // (32 * rows))
     return even_parts(shape, max(1, min(slots // programs, bound)), k, tile_k)
 
 

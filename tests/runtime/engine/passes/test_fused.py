@@ -13,6 +13,7 @@ from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import padded_sequences
@@ -36,6 +37,10 @@ __all__ = ["interpret"]
 
 PREFIX = 70
 NORM = NormSpec("norm", 128, 1e-5)
+
+
+def linears(model: Transformer) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
 
 
 def compare(case: Case) -> tuple[float, float, dict[str, int]]:
@@ -92,7 +97,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
 
 
 # Without cases that others include, single-token cases, packed heads and plain int8 caches.
-QUICK = [*CASES[2:5], *CASES[6:], MIXED[1], FAMILIES[0], FAMILIES[4], FAMILIES[6], FAMILIES[-2], PADDED[0]]
+QUICK = [*CASES[2:5], *CASES[6:], MIXED[1], FAMILIES[0], FAMILIES[4], FAMILIES[6], *FAMILIES[-3:-1], PADDED[0]]
 
 
 def launches_of(case: Case) -> dict[str, int]:
@@ -100,8 +105,11 @@ def launches_of(case: Case) -> dict[str, int]:
     expected = Counter({"embed_kernel": 1, "multiply_kernel": int(case.packed_head)})
     rows = (padded_sequences(case.sequences) or 0) * (case.new + case.padding)
     for spec in config_of(case).layer_specs:
-        expected.update(launches_of_layer(spec, rows))
-    return dict(expected)
+        layer = launches_of_layer(spec, rows)
+        dense = sum(case.dense in linears[0].name for linears in spec.products().values()) if case.dense else 0
+        layer.update({"multiply_kernel": -dense, "dense_kernel": dense})
+        expected.update(layer)
+    return dict(+expected)
 
 
 @pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *MIXED, *FAMILIES, *PADDED], QUICK), ids=str)
@@ -160,12 +168,14 @@ def test_launches_that_begin_early_wait(case: Case, interpret: Interpret) -> Non
     ("spoil", "reason"),
     [
         (
-            lambda model: next(model.layers()).products["down"].replace(model.head.matmul),
-            "not-one-packed-product",
+            lambda model: next(model.layers()).products["down"].replace(torch.zeros(128, 40).half()),
+            "dense-product-shape",
         ),
+        (lambda model: next(model.layers()).products["down"].replace(None), "not-one-product"),
+        (lambda model: [linear.replace(torch.zeros(1, 128).half()) for linear in linears(model)], "no-packed-product"),
         (lambda model: setattr(model, "embedding", model.embedding.float()), "float32"),
     ],
-    ids=["dense", "fp32"],
+    ids=["columns", "none", "dense", "fp32"],
 )
 def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: str) -> None:
     fused, _ = models(Case())
@@ -222,7 +232,7 @@ def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None
     for spoil, reason in (
         (lambda mlp: mlp.router.replace(mlp.products[0].matmul), "packed-router"),
         (lambda mlp: mlp.products[3].replace(torch.zeros(128, 64)), "mixed-experts"),
-        (lambda mlp: mlp.shared.down.replace(torch.zeros(128, 96)), "not-one-packed-product"),
+        (lambda mlp: mlp.shared.down.replace(torch.zeros(128, 96)), "shared-expert-packing"),
         (
             lambda mlp: mlp.shared.gate_up.replace(next(wide.layers()).mlp.shared.gate_up.matmul),
             "shared-expert-packing",
