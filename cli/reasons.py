@@ -97,7 +97,7 @@ REASONS: Mapping[str, str] = {
     "experts-not-dense-alike": "supports only experts with contiguous weights of one shape",
     "dense-experts-types": "supports only bf16 weights without a gradient",
     "many-rows-of-an-expert": "above {rows} rows of an expert, decoding its weight once is faster",
-    "experts-not-alike-in-triton-layout": "supports only experts of one shape and packing, in the Triton layout",
+    "experts-not-alike-in-triton-layout": "supports only experts of one shape, all in 16 bits or packed alike in the Triton layout",
     "not-triton-layout": "supports only weights in the Triton layout",
     "too-many-rows-per-expert": "{pairs} rows for {experts} experts are too many: decoding the weights once is faster",
     "cuda-rows-without-gradient": "supports only CUDA tensors with at least one row, without a gradient",
@@ -209,7 +209,7 @@ REASONS: Mapping[str, str] = {
     "activation-kind": "the activation is neither SiLU nor GELU with a gate",
     "expert-norms": "experts or their router have norms of their own",
     "shared-expert-norms": "the shared expert has norms of its own",
-    "experts-read-by-host": "experts are not all packed alike, so the host must read which experts have rows",
+    "experts-read-by-host": "experts are not all packed alike or in 16 bits, so the host must read which have rows",
     "router-bias": "experts have scales, or the gate of the shared expert has a bias",
     "expert-biases": "the shared expert has biases",
 }

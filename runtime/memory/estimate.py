@@ -166,9 +166,10 @@ def captured_bytes(plan: MemoryPlan) -> int:
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:
     # One size per launch: all experts that this number of rows may choose are multiplied in one.
     hit = min(len(spec.mlp.experts), rows * spec.mlp.top_k) if isinstance(spec.mlp, ExpertsSpec) else 0
-    # A dense product has partial sums in a fused pass, which a model without packed ones does not have.
-    for name, linears in spec.products().items() if plan.packings else ():
-        yield linears_bytes(plan, linears) * (hit if name.startswith("experts.") else 1)
+    # Without packed weights there is no fused pass, and only the products of experts have partial sums.
+    for name, linears in spec.products().items():
+        if (routed := name.startswith("experts.")) or plan.packings:
+            yield linears_bytes(plan, linears) * (hit if routed else 1)
 
 
 @dataclass(frozen=True)

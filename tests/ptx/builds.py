@@ -31,6 +31,7 @@ from mycli.runtime.kernels.triton.split_k import Epilogue, epilogue_kernel, redu
 from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, Limit, LogitSource, narrow_kernel
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from tests.ptx.build import Build
+from tests.ptx.dense_builds import dense_builds
 from tests.ptx.state_builds import latent_builds, recurrent_builds
 
 TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
@@ -179,17 +180,20 @@ def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
     """Yield the further launches of a MoE layer in the fused pass, without and with a gated shared expert."""
     scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16"}
     scored |= {"experts": "i32", "rows_padded": "i32"}
-    parts = {"parts": "*fp32", **dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")}
+    parts = {"parts": "*fp32", **dict.fromkeys(("count", "rows", "pairs", "top_k", "experts"), "i32")}
     summed = parts | {"places": "*i32", "weights": "*fp32", "shared_count": "i32", "gate_stride": "i32"}
     summed |= {"args": ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)}
-    loose = ("rows_padded", "count", "rows", "pairs", "top_k", "shared_count", "gate_stride")
+    loose = ("rows_padded", "count", "rows", "pairs", "top_k", "shared_count", "gate_stride", "experts")
     blocks = {"BLOCK_E": 2, "BLOCK_K": 1024} | pdl
-    for how, gate, shared in (("", None, None), (" and one for all", "*bf16", "*fp32")):
-        yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
-        given = summed | {"shared": shared, "gates": gate}
-        yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
+    for how, gate, bias in (("", None, None), (" and one for all", "*bf16", None), (" with biases", None, "*bf16")):
+        yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate, "bias": bias}, blocks, unaligned=loose)
+        given = summed | {"shared": gate and "*fp32", "gates": gate, "biases": bias, "starts": bias and "*i32"}
+        yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8, "EXPERTS": 128} | pdl, unaligned=loose)
     gated = SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16, False)
     yield _alone(pdl, "SiLU of experts", Epilogue(silu_epilogue, None, gated, 128, 2))
+    biased = {"bias": "*bf16", "starts": "*i32", "experts": "i32", "EXPERTS": 32}
+    clamped = gated._replace(CLAMPED=True, ALTERNATING=True, **biased)
+    yield _alone(pdl, "clamped SwiGLU of experts", Epilogue(silu_epilogue, None, clamped, 128, 2))
 
 
 def sample_builds() -> Iterator[Build]:
@@ -385,5 +389,6 @@ def builds(capability: int) -> Iterator[Build]:
     yield from latent_builds()
     if capability not in (86, 89):  # compute capabilities that share the tiles of 80, by major version
         yield from recurrent_builds()
+        yield from dense_builds(capability)
         yield from expert_builds(capability)
         yield from foreign_builds(capability)

@@ -4,6 +4,7 @@ Both import all names and define their own `interpret`.
 """
 
 from tests.runtime.kernels.test_triton_attention import test_attend, test_attend_with_softcap_and_sinks
+from tests.runtime.kernels.test_triton_dense import test_an_mlp_of_dense_products
 from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project
 from tests.runtime.kernels.test_triton_experts import (
     test_choices_of_experts,
@@ -21,6 +22,7 @@ from tests.runtime.kernels.test_triton_linear import (
     test_product_of_foreign_layouts,
 )
 from tests.runtime.kernels.test_triton_mixture import (
+    test_clamped_gates_of_experts,
     test_gates_of_experts,
     test_scores_of_a_router,
     test_what_experts_make_is_added,
@@ -39,12 +41,14 @@ __all__ = [
     "test_a_logit_of_minus_infinity_is_never_chosen",
     "test_activate",
     "test_add",
+    "test_an_mlp_of_dense_products",
     "test_attend",
     "test_attend_prompt",
     "test_attend_with_softcap_and_sinks",
     "test_bf16_of_any_magnitude",
     "test_call_rounds_once_and_repeats_itself",
     "test_choices_of_experts",
+    "test_clamped_gates_of_experts",
     "test_chosen_tokens_are_counted_for_the_next_step",
     "test_convolutions",
     "test_delta_rules",

@@ -128,23 +128,26 @@ def _dense_mlp(mlp: Mlp, chip: Chip) -> _DenseMlp | Declined:
 def _mixture(experts: Experts) -> FusedMixture | Declined:
     if isinstance(experts, StreamedExperts):
         return Declined("streamed-experts")
-    products = experts.gate_up, experts.down
-    gate_up, down = (ExpertTable.from_weights([linear.matmul for linear in linears]) for linears in products)
+    every = range(len(experts.spec.experts))
+    (gate_up_weights, gate_up_bias), (down_weights, down_bias) = (
+        linears.operands(every) for linears in (experts.gate_up, experts.down)
+    )
+    gate_up, down = (ExpertTable.from_weights(weights or ()) for weights in (gate_up_weights, down_weights))
     if isinstance(gate_up, Declined) or isinstance(down, Declined):
         return Declined("mixed-experts")
     router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
     if not isinstance(router, DenseMatmul) or not isinstance(gate, DenseMatmul | None):
         return Declined("packed-router", {"linear": experts.spec.router.name})
     shared = None
-    if experts.shared is not None:
-        shared_gate_up, shared_down = _packed(experts.shared.gate_up), _packed(experts.shared.down)
-        if shared_gate_up is None or shared_down is None or shared_gate_up.packing != gate_up.weights[0].packing:
-            return Declined("shared-expert-packing", {"linear": experts.shared.gate_up.specs[0].name})
+    if (shared_mlp := experts.shared) is not None:
+        first, shared_gate_up, shared_down = gate_up.weights[0], _packed(shared_mlp.gate_up), _packed(shared_mlp.down)
+        alike = isinstance(first, TritonMatmul) and shared_gate_up and shared_gate_up.packing == first.packing
+        if shared_gate_up is None or shared_down is None or not alike:
+            return Declined("shared-expert-packing", {"linear": shared_mlp.gate_up.specs[0].name})
         shared = SharedExpert(shared_gate_up, shared_down, None if gate is None else gate.dequantize())
     assert experts.norm is not None  # checked by `_decline_experts`
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
     route = router.dequantize(), experts.spec.routing, experts.correction
-    (_, gate_up_bias), (_, down_bias) = (linears.operands(range(len(linears))) for linears in products)
     kind = experts.spec.activation
     activation = ExpertActivation(kind != "silu", kind == "swiglu_clamped", gate_up_bias)
     residual = _residual(experts, None)

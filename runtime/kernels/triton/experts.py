@@ -13,8 +13,9 @@ from mycli.runtime.device.placement import decline_packed
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route, decline_routing
-from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous
-from mycli.runtime.kernels.triton.product.tiles import max_packed_rows
+from mycli.runtime.kernels.triton.product.dense import DenseProduct, decline_dense
+from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous, chip_of
+from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows
 from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
@@ -37,19 +38,31 @@ def _places(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
-    """Weights of experts with the same shape and packing, and their addresses as in `RoutedRows`."""
+    """Weights of experts of one shape, packed alike or in 16 bits, and their addresses as in `RoutedRows`."""
 
-    weights: tuple[TritonMatmul, ...]
+    weights: tuple[TritonMatmul, ...] | tuple[DenseProduct, ...]
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None
     offsets: Tensor | None
 
     @classmethod
     def from_weights(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | Declined":
         """Return the table without copying a weight, or why the experts cannot share a launch."""
         matmuls = [weight for weight in weights if isinstance(weight, TritonMatmul)]
-        if len(matmuls) < len(weights) or len({matmul.shape_key for matmul in matmuls}) > 1:
+        dense = [weight for weight in weights if isinstance(weight, Tensor) and weight.device.type == "cuda"]
+        if len(dense) == len(weights) and all(decline_dense(weight) is None for weight in dense):
+            return cls.from_products([DenseProduct(weight, chip_of(weight.device)) for weight in dense])
+        return cls.from_products(matmuls if len(matmuls) == len(weights) else [])
+
+    @classmethod
+    def from_products(cls, products: Sequence[TritonMatmul] | Sequence[DenseProduct]) -> "ExpertTable | Declined":
+        """Return the table of products, or why they cannot share a launch."""
+        if len({product.shape_key for product in products}) != 1:
             return Declined("experts-not-alike-in-triton-layout")
+        dense = [product for product in products if isinstance(product, DenseProduct)]
+        if dense:
+            return cls(tuple(dense), _places([product.weight for product in dense]), None, None)
+        matmuls = [product for product in products if isinstance(product, TritonMatmul)]
         offsets = [matmul.offsets for matmul in matmuls if matmul.offsets is not None]
         codes, scales = _places([matmul.codes for matmul in matmuls]), _places([matmul.scales for matmul in matmuls])
         return cls(tuple(matmuls), codes, scales, _places(offsets) if offsets else None)
@@ -132,17 +145,23 @@ def triton_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
 ) -> Tensor | Declined:
     """Compute `grouped_product` if experts have few rows each; for many rows a dense product is faster."""
-    if not isinstance(weights[0], TritonMatmul):
+    first = weights[0]
+    dense = isinstance(first, Tensor) and first.dtype == x.dtype
+    if not dense and not isinstance(first, TritonMatmul):
         return _NOT_TRITON
-    pairs = x.shape[0] if tokens is None else tokens.shape[0]
-    if pairs > max_packed_rows(weights[0].chip) * len(weights):
-        return Declined("too-many-rows-per-expert", {"pairs": pairs, "experts": len(weights)})
+    if dense and (declined := _decline(x) or _dense_declined(x.device)) is not None:
+        return declined
     table = (
         weights.derived(ExpertTable.from_weights)
         if isinstance(weights, ExpertWeights)
         else ExpertTable.from_weights(weights)
     )
-    return table if isinstance(table, Declined) else grouped_product(table, x, starts, tokens)
+    if isinstance(table, Declined):
+        return table
+    pairs = x.shape[0] if tokens is None else tokens.shape[0]
+    if pairs > max_packed_rows(table.weights[0].chip) * len(weights):
+        return Declined("too-many-rows-per-expert", {"pairs": pairs, "experts": len(weights)})
+    return grouped_product(table, x.contiguous() if dense else x, starts, tokens)
 
 
 def triton_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | Declined:
@@ -158,6 +177,20 @@ def _decline(x: Tensor) -> Declined | None:
 
 
 _CHECK_LOCK = Lock()  # layers are loaded by several threads
+
+
+def _dense_declined(device: torch.device) -> Declined | None:
+    with _CHECK_LOCK:
+        return _dense_checked(device)
+
+
+@cache  # as `_checked`
+def _dense_checked(device: torch.device) -> Declined | None:
+    try:
+        agrees = small_product_agrees(device, chip_of(device))
+        return None if agrees else Declined("routing-check-failed")
+    except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
+        return missing_tool() or Declined("kernel-raises", {"error": summarize_error(trouble)})
 
 
 @cache  # compiling takes a second, and the answer does not change
@@ -185,3 +218,15 @@ def small_route_agrees(device: torch.device) -> bool:
     total = sum_weighted(x.to(device), route.places, route.weights).cpu()
     same = torch.equal(route.places.cpu(), expected.places) and torch.equal(route.tokens.cpu(), expected.tokens)
     return same and torch.allclose(total, reference.weighted_sum(x, expected.places, expected.weights), atol=1e-5)
+
+
+def small_product_agrees(device: torch.device, chip: Chip) -> bool:
+    """Return whether a small product of experts in 16 bits equals the reference."""
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (7, 40, 40, 40))
+    starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    expected = torch.cat((x[:3].float() @ weights[0].float().T, x[3:].float() @ weights[2].float().T))
+    table = ExpertTable.from_products([DenseProduct(weight.to(device), chip) for weight in weights])
+    assert not isinstance(table, Declined)
+    found = grouped_product(table, x.to(device), starts.to(device), None).cpu().float()
+    return torch.allclose(found, expected, rtol=2**-6, atol=2**-6)

@@ -168,7 +168,7 @@ def score(
 def combine(
     parts: Tensor,
     route: Route,
-    product: TritonMatmul,
+    product: FewRowsProduct,
     stream: Tensor,
     norm: Norm | None,
     shared: Tensor | None = None,

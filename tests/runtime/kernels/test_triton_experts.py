@@ -8,17 +8,20 @@ from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels import reference
+from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.routed import ExpertWeights
 from mycli.runtime.kernels.triton.experts import (
     ExpertTable,
     grouped_product,
     route_tokens,
+    small_product_agrees,
     small_route_agrees,
     sum_weighted,
     triton_route,
     triton_routed_product,
     triton_weighted_sum,
 )
+from mycli.runtime.kernels.triton.product.dense import DenseProduct
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -37,7 +40,7 @@ ROUND = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 @dataclass(frozen=True)
 class Routes:
-    packing: Packing
+    packing: Packing | None  # None: 16 bits
     tokens: int = 1
     experts: int = 5
     top_k: int = 2
@@ -52,10 +55,14 @@ class Routes:
         chip = f"sm{self.capability[0]}{self.capability[1]}x{self.processors}" + "-pdl" * self.pdl
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = f"{self.tokens}x{self.top_k}of{self.experts}-{self.k}-to-{self.n}"
-        return f"{self.packing.name}-{sizes}-{dtype}-{chip}"
+        return f"{self.packing.name if self.packing else 'dense'}-{sizes}-{dtype}-{chip}"
 
 
-QUICK = [Routes(Packing(4, 128), n=20, k=128), Routes(Packing(4, 128), tokens=20, experts=2, top_k=1, n=20, k=128)]
+QUICK = [
+    Routes(Packing(4, 128), n=20, k=128),
+    Routes(Packing(4, 128), tokens=20, experts=2, top_k=1, n=20, k=128),
+    Routes(None, tokens=3, experts=9, n=72, k=96),
+]
 CASES = [
     *QUICK,
     Routes(Packing(4, 32), tokens=3, experts=9, n=33, k=96, dtype=torch.float16),
@@ -65,6 +72,8 @@ CASES = [
     Routes(Packing(4, 64), tokens=30, experts=3, top_k=1, n=130, capability=(8, 0)),
     Routes(Packing(4, 128), tokens=40, experts=4, processors=132, pdl=True),
     Routes(Packing(4, 128), tokens=2, experts=1, top_k=1, capability=(12, 0)),
+    Routes(None, tokens=40, experts=4, n=130, processors=132, dtype=torch.float16, pdl=True),
+    Routes(None, experts=3, top_k=3, k=512, processors=16, capability=(8, 0)),
 ]
 
 
@@ -76,9 +85,14 @@ def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
 
 def products(case: Routes) -> tuple[float, bool]:
     """Return relative errors against fp64, gathered and not, and whether a run in reverse order is equal."""
-    stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
     chip = Chip(case.capability, case.processors, case.pdl and uses_ptx())
-    table = ExpertTable.from_weights([TritonMatmul(one, chip) for one in stored])
+    if case.packing is None:
+        dense = [(normal(case.n, case.k, seed=seed) / 8).to(case.dtype) for seed in range(case.experts)]
+        table = ExpertTable.from_products([DenseProduct(one, chip) for one in dense])
+    else:
+        stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
+        dense = [dequantize(one) for one in stored]
+        table = ExpertTable.from_weights([TritonMatmul(one, chip) for one in stored])
     assert not isinstance(table, Declined)
     route = reference.route(scores(case.tokens, case.experts), RoutingSpec(case.top_k, normalize=True))
     starts = torch.zeros(case.experts + 1, dtype=torch.int32)
@@ -86,7 +100,7 @@ def products(case: Routes) -> tuple[float, bool]:
         starts[expert + 1 :] = pairs.stop
     x = normal(case.tokens, case.k, seed=1).to(case.dtype)
     rows = x.index_select(0, route.tokens)
-    exact = torch.cat([rows[route.slices[e]].double() @ dequantize(stored[e]).double().t() for e in route.hit])
+    exact = torch.cat([rows[route.slices[e]].double() @ dense[e].double().t() for e in route.hit])
     errors, same = [], True
     for given, tokens in ((x, route.tokens), (rows, None)):
         y = grouped_product(table, given, starts, tokens)
@@ -191,6 +205,14 @@ def test_the_check_passes_where_the_kernels_work(interpret: Interpret) -> None:
     assert interpret(small_route_agrees, torch.device("cpu"))
 
 
+def dense_check(processors: int) -> bool:
+    return small_product_agrees(torch.device("cpu"), Chip((9, 0), processors))
+
+
+def test_the_check_of_16_bit_products_passes_where_the_kernel_works(interpret: Interpret) -> None:
+    assert interpret(dense_check, 4)
+
+
 def test_the_table_is_made_once_and_of_weights_that_are_alike() -> None:
     chip = Chip((9, 0), 1)
     alike = [TritonMatmul(weight(Packing(4, 128), 16, 128, seed), chip) for seed in range(3)]
@@ -211,7 +233,10 @@ def test_declines_what_others_do_sooner() -> None:
     many = torch.zeros(max_packed_rows(chip) + 1, 128, dtype=torch.bfloat16)
     starts = torch.tensor([0, len(many)], dtype=torch.int32)
     assert "too-many-rows-per-expert" in str(triton_routed_product([one], many, starts, None))
-    assert "not-triton-layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
+    decoded = DequantizeMatmul(weight(Packing(4, 128), 16, 128, 0))
+    assert "not-triton-layout" in str(triton_routed_product([decoded], many, starts, None))
+    assert "not-triton-layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None)), "fp32"
+    assert "cuda-rows" in str(triton_routed_product([torch.randn(16, 128).bfloat16()], many, starts, None))
     assert "cuda-rows" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True)))
     assert "cuda-rows" in str(triton_weighted_sum(many, starts.view(1, 2), torch.ones(1, 2)))
 

@@ -1,4 +1,4 @@
-"""The product of a 16-bit weight and few rows, between the packed products of a fused pass."""
+"""The product of a 16-bit weight, or of experts', and few rows: in a fused pass between packed ones, or routed."""
 
 from typing import TYPE_CHECKING
 
@@ -8,12 +8,15 @@ from torch import Tensor
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.product.matmul import (
     Activation,
+    RoutedRows,
+    add_up,
     check_contiguous,
     check_counters,
     launch_epilogue,
+    split_grid,
     uses_ptx,
 )
-from mycli.runtime.kernels.triton.product.tiles import Chip, Tile, split
+from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 
 if TYPE_CHECKING:
     from mycli.runtime.kernels.triton.split_k import Epilogue
@@ -25,7 +28,7 @@ _BITS = 16
 
 
 class DenseProduct:
-    """A weight [n, k] as stored, which a fused pass multiplies as a `TritonMatmul`."""
+    """A weight [n, k] as stored, which is multiplied as a `TritonMatmul`."""
 
     def __init__(self, weight: Tensor, chip: Chip) -> None:
         """Raises ValueError for a weight that `decline_dense` declines."""
@@ -36,6 +39,11 @@ class DenseProduct:
         self.n, self.k = weight.shape
         self._tile_k = next(size for size in _TILES_K if self.k % size == 0)
 
+    @property
+    def shape_key(self) -> tuple[object, ...]:
+        """Equal for weights of experts that can share a launch."""
+        return self.n, self.k, self.weight.dtype, self.chip
+
     def tile(self, rows: int) -> Tile:
         """Return the tile for `rows` activation rows; more than 64 take several blocks."""
         block_m = next((size for size in _ROWS if rows <= size), _ROWS[-1])
@@ -44,37 +52,54 @@ class DenseProduct:
 
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
         """Return an empty operand for `rows` rows: bf16 as it is, fp16 scaled by powers of two."""
-        shape = tile or self.tile(rows)
-        padded, device, dtype = -(-rows // shape.block_m) * shape.block_m, self.weight.device, self.weight.dtype
-        scaled = 2 if dtype is torch.float16 else 0
-        sums = torch.empty((self.k // self._tile_k, padded, scaled), dtype=torch.float32, device=device)
-        return Activation(torch.empty((rows, self.k), dtype=dtype, device=device), sums, shape)
+        dtype = self.weight.dtype
+        values = torch.empty((rows, self.k), dtype=dtype, device=self.weight.device)
+        return self._operand(values, tile or self.tile(rows), 2 if dtype is torch.float16 else 0)
+
+    def _operand(self, values: Tensor, shape: Tile, sums: int) -> Activation:
+        padded = -(-len(values) // shape.block_m) * shape.block_m
+        stored = torch.empty((self.k // self._tile_k, padded, sums), dtype=torch.float32, device=values.device)
+        return Activation(values, stored, shape)
+
+    def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
+        """Return x [rows, k] itself as an operand for `multiply`."""
+        check_contiguous(x)
+        if x.shape[1] != self.k or x.dtype != self.weight.dtype:
+            raise ValueError(f"activations {tuple(x.shape)} {x.dtype}: want {self.weight.dtype}, [rows, {self.k}]")
+        return self._operand(x, tile or self.tile(len(x)), 0)
 
     def partial(
         self,
         x: Activation,
         dtype: torch.dtype = torch.float32,
         epilogue: "Epilogue | None" = None,
+        routed: RoutedRows | None = None,
         next_first: bool = False,
     ) -> Tensor:
-        """Return split-K parts of the product, as `TritonMatmul.partial`."""
+        """Compute `FewRowsProduct.partial`."""
         from mycli.runtime.kernels.triton.product.dense_kernel import dense_kernel
 
-        shape, rows = x.tile, x.values.shape[0]
-        parts, part_tiles = split(self.chip, shape, _BITS, rows, self.n, self.k, self._tile_k)
+        shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
+        grid, part_tiles = split_grid(self.chip, shape, _BITS, (rows, self.n, self.k), self._tile_k, routed)
+        parts = grid[1]
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
         check_counters(last, self.n, rows)
-        dense_kernel[(-(-self.n // _BLOCK_N), parts, -(-rows // shape.block_m))](
+        dense_kernel[grid](
             self.weight, x.values, x.scaled_sums, y,
             rows, self.n, self.k, x.sums.shape[1], part_tiles, x.rms, last,
+            None if routed is None else routed.arguments(),
             BLOCK_N=_BLOCK_N, BLOCK_M=shape.block_m, TILE_K=self._tile_k, WARPS=_WARPS, DOT=_dot(self.weight.dtype),
             PDL=self.chip.pdl, NEXT_FIRST=next_first, launch_pdl=self.chip.pdl, EPILOGUE=last is not None,
-            num_warps=_WARPS, num_stages=shape.stages,
+            ROUTED=routed is not None, num_warps=_WARPS, num_stages=shape.stages,
         )  # fmt: skip
         if following is not None:
             launch_epilogue(y, following, self.chip.pdl)
         return y
+
+    def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
+        """Return the product [rows, n] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
+        return add_up(self.partial(x, dtype, routed=routed), dtype)
 
 
 def decline_dense(weight: Tensor) -> Declined | None:

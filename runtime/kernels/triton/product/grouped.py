@@ -14,10 +14,10 @@ import triton.language as tl
 
 
 class Routed(NamedTuple):
-    """Weights of experts and the pairs routed to them, as arguments of `multiply_kernel`; see `matmul.RoutedRows`."""
+    """Weights of experts and the pairs routed to them, as arguments of a product; see `matmul.RoutedRows`."""
 
     codes: Any  # int64 [experts]: distance from the first expert's codes, in units of 16 bytes
-    scales: Any  # int64 [experts]: likewise
+    scales: Any  # int64 [experts]: likewise; None for weights in 16 bits
     offsets: Any  # int64 [experts] or None: likewise
     starts: Any  # int32 [experts + 1]: the pairs of expert e are starts[e] to starts[e + 1]
     tokens: Any  # int32 [pairs], the row of x that each reads; None: its own

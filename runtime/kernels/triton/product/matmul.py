@@ -121,14 +121,15 @@ class Activation:
 class RoutedRows:
     """Rows sorted by expert, and the weights of those experts, for one launch over all experts.
 
-    codes, scales, offsets: int64 [experts], how far each expert's tensor is from the first one's, in units of 16 bytes.
+    codes, scales, offsets: int64 [experts], how far each expert's tensor is from the first one's, in units of 16 bytes;
+    weights in 16 bits are `codes` without scales.
     starts: int32 [experts + 1], the rows of expert e are starts[e] to starts[e + 1]. tokens: int32 [count], the row of
     the input that each row reads, None for its own.
     """
 
     experts: int
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None
     offsets: Tensor | None
     starts: Tensor
     tokens: Tensor | None
@@ -188,7 +189,24 @@ def launch_epilogue(parts: Tensor, epilogue: "Epilogue", pdl: bool) -> None:
     epilogue_kernel[grid](parts, count, rows, alone, PDL=pdl, launch_pdl=pdl, num_warps=min(4, at_once))
 
 
-def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def split_grid(
+    chip: Chip, tile: Tile, bits: int, shape: tuple[int, int, int], tile_k: int, routed: RoutedRows | None
+) -> tuple[tuple[int, int, int], int]:
+    """Return the grid (blocks of n, parts of K, blocks of rows) of a product of (rows, n, k), and tiles per part."""
+    rows, n, k = shape
+    columns, blocks = -(-n // tile.block_n), -(-rows // tile.block_m)
+    if routed is not None:
+        # Experts count as one wider weight, each with a share of the rows.
+        blocks = routed.max_tiles(tile.block_m)
+        rows, n = -(-rows // blocks), columns * tile.block_n * blocks
+    parts, part_tiles = triton_tiles.split(chip, tile, bits, rows, n, k, tile_k)
+    return (columns, parts, blocks), part_tiles
+
+
+def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of parts [count, rows, n] in `dtype`, rounded once from fp32; one part is in it already."""
+    if len(parts) == 1:
+        return parts[0]
     from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
@@ -215,13 +233,13 @@ class FewRowsProduct(Protocol):
         x: Activation,
         dtype: torch.dtype = torch.float32,
         epilogue: "Epilogue | None" = None,
-        *,
+        routed: RoutedRows | None = None,
         next_first: bool = False,
     ) -> Tensor:
         """Return split-K parts of the product, fp32 [parts, rows, n] to be added in order; one part is in `dtype`.
 
-        epilogue: run on each finished piece, of many rows by a second launch. next_first: the next launch may begin
-        before the previous one has ended (`triton.pdl`).
+        epilogue: run on each finished piece, of many rows by a second launch. routed: rows of experts, of which this
+        weight is the first. next_first: the next launch may begin before the previous one has ended (`triton.pdl`).
         """
         ...
 
@@ -282,20 +300,14 @@ class TritonMatmul:
         routed: RoutedRows | None = None,
         next_first: bool = False,
     ) -> Tensor:
-        """Compute `FewRowsProduct.partial`; routed: rows of experts, of which this weight is the first."""
+        """Compute `FewRowsProduct.partial`."""
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
         shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
-        columns, blocks = -(-self.n // shape.block_n), -(-rows // shape.block_m)
-        if routed is not None:
-            blocks = routed.max_tiles(shape.block_m)
-        # Experts count as one wider weight, each with a share of the rows.
-        shares, wide = (rows, self.n) if routed is None else (-(-rows // blocks), columns * shape.block_n * blocks)
-        parts, part_tiles = triton_tiles.split(
-            self.chip, shape, self.packing.bits, shares, wide, self._k_padded, self._tile_k
-        )
+        sizes = rows, self.n, self._k_padded
+        grid, part_tiles = split_grid(self.chip, shape, self.packing.bits, sizes, self._tile_k, routed)
+        parts = grid[1]
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
-        grid = (columns, parts, blocks)
         following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
         check_counters(last, self.n, rows)
         multiply_kernel[grid](
@@ -314,8 +326,7 @@ class TritonMatmul:
 
     def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
         """Return the product [rows, N] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
-        y = self.partial(x, dtype, routed=routed)
-        return y[0] if y.shape[0] == 1 else _add(y, dtype)
+        return add_up(self.partial(x, dtype, routed=routed), dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [rows, K] W^T in the dtype of x."""
