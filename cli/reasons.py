@@ -97,7 +97,7 @@ REASONS: Mapping[str, str] = {
     "experts-not-dense-alike": "supports only experts with contiguous weights of one shape",
     "dense-experts-types": "supports only bf16 weights without a gradient",
     "many-rows-of-an-expert": "above {rows} rows of an expert, decoding its weight once is faster",
-    "experts-not-alike-in-triton-layout": "supports only experts of one shape, all in 16 bits or packed alike in the Triton layout",
+    "experts-not-alike-in-triton-layout": "supports only experts of one shape, all packed alike or all in 16 bits",
     "not-triton-layout": "supports only weights in the Triton layout",
     "too-many-rows-per-expert": "{pairs} rows for {experts} experts are too many: decoding the weights once is faster",
     "cuda-rows-without-gradient": "supports only CUDA tensors with at least one row, without a gradient",
