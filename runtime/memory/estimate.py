@@ -191,7 +191,8 @@ def _as_on_device(plan: MemoryPlan) -> MemoryPlan:
         stacked = stacked_packing([packings.get(linear.name) for linear in linears]) if linears else None
         if stacked is not None:
             packings |= {linear.name: stacked for linear in linears}
-    return replace(plan, packings={name: _on_gpu(packing) for name, packing in packings.items()})
+    draft = None if plan.draft is None else _as_on_device(replace(plan.draft, gpu=True))
+    return replace(plan, packings={name: _on_gpu(packing) for name, packing in packings.items()}, draft=draft)
 
 
 def _on_gpu(packing: Packing) -> Packing:

@@ -228,5 +228,5 @@ def small_product_agrees(device: torch.device, chip: Chip) -> bool:
     expected = torch.cat((x[:3].float() @ weights[0].float().T, x[3:].float() @ weights[2].float().T))
     table = ExpertTable.from_products([DenseProduct(weight.to(device), chip) for weight in weights])
     assert not isinstance(table, Declined)
-    found = grouped_product(table, x.to(device), starts.to(device), None).cpu().float()
-    return torch.allclose(found, expected, rtol=2**-6, atol=2**-6)
+    product = grouped_product(table, x.to(device), starts.to(device), None).cpu().float()
+    return torch.allclose(product, expected, rtol=2**-6, atol=2**-6)

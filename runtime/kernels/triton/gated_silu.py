@@ -83,7 +83,7 @@ class ExpertActivation:
     bias: Tensor | None = None
 
 
-SILU = ExpertActivation()
+PLAIN_SILU = ExpertActivation()
 
 
 def activate(
@@ -110,7 +110,7 @@ def activate_parts(
     dtype: torch.dtype,
     following: FewRowsProduct,
     tile: Tile,
-    kind: ExpertActivation = SILU,
+    kind: ExpertActivation = PLAIN_SILU,
     starts: Tensor | None = None,
 ) -> Activation:
     """Return the activation of split-K parts fp32 [count, rows, 2 * size] as an operand of `following`.

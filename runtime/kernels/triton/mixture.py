@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import ExpertTable, route_tokens
-from mycli.runtime.kernels.triton.gated_silu import SILU, ExpertActivation, activate_parts
+from mycli.runtime.kernels.triton.gated_silu import PLAIN_SILU, ExpertActivation, activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, TritonMatmul, check_contiguous
@@ -230,7 +230,7 @@ class FusedMixture:
     down: ExpertTable
     shared: SharedExpert | None = None
     residual: Residual = PLAIN_SUM
-    activation: ExpertActivation = SILU
+    activation: ExpertActivation = PLAIN_SILU
     router_bias: Tensor | None = None
     down_bias: Tensor | None = None
 

@@ -209,6 +209,8 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
     assert estimate(replace(six, gpu=True)).weights == estimate(replace(eight, gpu=True)).weights
     odd = plan("Llama-3.1-8B", Packing(6, 8), gpu=True)  # not supported by its kernels
     assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
+    drafts = [estimate(replace(six, gpu=True, draft=draft)).draft for draft in (six, eight)]
+    assert drafts[0] == drafts[1], "a draft's too"
 
 
 @pytest.mark.parametrize("bits, group, offsets", [(6, 16, False), (4, 32, True)], ids=["Q6_K", "Q4_K"])
