@@ -17,7 +17,9 @@ class Chunk:
     blocks: tuple[int, ...]
     logits: int  # number of trailing tokens whose logits are returned
     state: int = 0  # slot of the recurrent states
-    drafted: int = 0  # trailing tokens by which the states do not advance until `StateStore.commit_drafts`
+    # Trailing tokens that may be rejected: with any, the states advance only at `StateStore.commit_drafts`; if all are
+    # drafts, never.
+    drafted: int = 0
 
     @property
     def count(self) -> int:

@@ -3,8 +3,7 @@
 A pass over draft tokens does not change the states: updates are queued until the number of accepted tokens is known.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ class StateStore:
         }
         self.recurrent = bool(self._layers)  # whether any layer has a state
         self._deferred: dict[int, list[CommitTokens]] = {}  # by slot
-        self._dropping = False
 
     @property
     def nbytes(self) -> int:
@@ -63,17 +61,7 @@ class StateStore:
     # A recurrent state cannot be rolled back, so draft passes defer their update instead of copying the state before.
     def defer(self, slot: int, commit: CommitTokens) -> None:
         """Queue the update of one layer's state in `slot`, which the last pass left unchanged."""
-        if not self._dropping:
-            self._deferred.setdefault(slot, []).append(commit)
-
-    @contextmanager
-    def dropping(self) -> Iterator[None]:
-        """Drop updates instead of queuing them: each holds its layer's rows of the whole pass."""
-        self._dropping = True
-        try:
-            yield
-        finally:
-            self._dropping = False
+        self._deferred.setdefault(slot, []).append(commit)
 
     def commit_drafts(self, slot: int, count: int) -> None:
         """Advance the slot's states by the first `count` tokens of the last draft pass; discard the rest."""

@@ -84,10 +84,12 @@ class BatchStates:
 def defer_advance(
     store: StateStore, chunk: Chunk, first: int, rows: Rows, states: tuple[Tensor, ...], step: Advance
 ) -> None:
-    """Queue the state update of one layer until the number of accepted draft tokens is known.
+    """Queue the state update of one layer until the number of accepted draft tokens is known; none if all are drafts.
 
     rows: [1, T, ...] each, of which those of `chunk` begin at `first`; states: of all slots.
     """
+    if chunk.drafted == chunk.count:
+        return
     new_rows = tuple(tensor[0, first : first + chunk.count] for tensor in rows)
     state = tuple(tensor[chunk.state : chunk.state + 1] for tensor in states)
     store.defer(chunk.state, partial(_replay, new_rows, state, step))

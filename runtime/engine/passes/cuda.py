@@ -190,12 +190,9 @@ class CudaPass:
 
     def _expected(self, work: PassInput) -> Tensor:
         """Return the logits of `plain`; states stay as they are."""
-        states = work.cache.states
-        if not states.recurrent:
-            return self._plain.logits(work)
-        chunks = [replace(chunk, drafted=chunk.count) for chunk in work.chunks]
-        with states.dropping():
-            return self._plain.logits(replace(work, chunks=chunks))
+        if work.cache.states.recurrent:
+            work = replace(work, chunks=[replace(chunk, drafted=chunk.count) for chunk in work.chunks])
+        return self._plain.logits(work)
 
     def _captured(self, work: PassInput, held: _CacheGraphs, key: tuple[_Shape, bool]) -> _Captured:
         assert self._capture is not None
