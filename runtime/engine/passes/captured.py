@@ -53,30 +53,24 @@ def decline_waiting(model: Transformer) -> Declined | None:
     return None
 
 
-def _decline_device(model: Transformer) -> Declined | None:
+def decline_capture(model: Transformer) -> Declined | None:
+    """Return why the operations of a loaded model cannot be captured, or None."""
+    if model.dtype not in ACTIVATION_DTYPES:
+        return decline_dtype(model.dtype)
+    if any(isinstance(block.mlp, StreamedExperts) for block in model.layers()):
+        return Declined("streamed-experts")
+    if (declined := decline_captured(model.config)) is not None or model.device.type == "cpu":
+        return declined
     from mycli.runtime.kernels.triton.paged_attention import decline_paged
 
     return decline_paged(model.device, model.dtype, 0, 1) or decline_waiting(model)
 
 
 class CapturedStep:
-    """The captured plain pass of one model; see `compile`."""
+    """The captured plain pass of one model; `decline_capture` says whether it has one."""
 
-    def __init__(self, model: Transformer, kv: KvDtype = "auto") -> None:
-        """kv: the kind of the caches."""
+    def __init__(self, model: Transformer) -> None:
         self._model = model
-
-    @classmethod
-    def compile(cls, model: Transformer, kv: KvDtype = "auto") -> "CapturedStep | Declined":
-        """Return the step of a loaded model, or why its operations cannot be captured."""
-        if model.dtype not in ACTIVATION_DTYPES:
-            return decline_dtype(model.dtype)
-        if any(isinstance(block.mlp, StreamedExperts) for block in model.layers()):
-            return Declined("streamed-experts")
-        if (declined := decline_captured(model.config)) is not None:
-            return declined
-        # On a CPU nothing is captured.
-        return (None if model.device.type == "cpu" else _decline_device(model)) or cls(model, kv)
 
     def takes(self, sequences: int, tokens: int) -> bool:
         attentions = [spec for spec in self._model.config.attentions if isinstance(spec, AttentionSpec)]
@@ -146,7 +140,8 @@ class PromptStep(CapturedStep):
     """
 
     def __init__(self, model: Transformer, kv: KvDtype = "auto") -> None:
-        super().__init__(model, kv)
+        """kv: the kind of the caches."""
+        super().__init__(model)
         self._decoded = _decoded_heads(model, kv) if model.device.type == "cuda" else frozenset()
         packed = _unpacking(model)
         if packed:

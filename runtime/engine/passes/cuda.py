@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
-from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep
+from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_capture
 from mycli.runtime.engine.passes.gate import TOLERANCE, compare_logits, difference, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import (
     Capture,
@@ -255,8 +255,7 @@ def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Cud
 
 def compile_captured_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
     """Compile the captured plain pass of a model on a CUDA device, or return why it has none; as the fused pass."""
-    step = CapturedStep.compile(model, kv)
-    return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "captured")
+    return decline_capture(model) or _compile_looping(model, CapturedStep(model), kv, report, "captured")
 
 
 def compile_prompt_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
@@ -264,8 +263,7 @@ def compile_prompt_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> C
 
     The first prompt of each padded length is compared with the plain pass.
     """
-    step = PromptStep.compile(model, kv)
-    return step if isinstance(step, Declined) else compile_step(model, step, kv, GraphCapture(), report, "prompts")
+    return decline_capture(model) or compile_step(model, PromptStep(model, kv), kv, GraphCapture(), report, "prompts")
 
 
 def _compile_looping(

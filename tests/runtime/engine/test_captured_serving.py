@@ -41,8 +41,7 @@ class Noting(CudaPass):
 
 def replies(model: Transformer, captured: bool) -> tuple[dict[int, list[int]], Counter[str], int]:
     """Return the tokens of all requests, the decode passes taken, and the number of preemptions."""
-    step, plain = CapturedStep.compile(model), PlainPass(model)
-    assert isinstance(step, CapturedStep)
+    step, plain = CapturedStep(model), PlainPass(model)
     way = Noting(step, plain, recording, pytest.fail, name="captured")
     way.counts = Counter()
     passes = Passes((way, plain) if captured else (plain,), {})

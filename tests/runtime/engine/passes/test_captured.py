@@ -18,7 +18,13 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import COMPILERS, Compiler, Passes, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
-from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_captured, decline_waiting
+from mycli.runtime.engine.passes.captured import (
+    CapturedStep,
+    PromptStep,
+    decline_capture,
+    decline_captured,
+    decline_waiting,
+)
 from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.fused_models import decline_config
 from mycli.runtime.engine.passes.graphs import StepInput
@@ -119,8 +125,7 @@ def test_longer_prompts_have_a_pass_of_their_own(case: str, tmp_path: Path) -> N
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, "max_position_embeddings": 1024})
     model = load_bf16(tmp_path).model
-    step = PromptStep.compile(model)
-    assert isinstance(step, PromptStep)
+    step = PromptStep(model)
     plain = PlainPass(model)
     way = CudaPass(step, plain, recording, pytest.fail, name="prompts", compare=False)
     text = torch.randint(3, model.config.vocab_size, (700,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -145,8 +150,7 @@ def test_longer_prompts_have_a_pass_of_their_own(case: str, tmp_path: Path) -> N
 
 def check(model: Transformer, kind: KvDtype) -> None:
     """Check that logits and caches are equal and that the captured step ran every pass after the prompts."""
-    step = CapturedStep.compile(model)
-    assert isinstance(step, CapturedStep)
+    step = CapturedStep(model)
     plain = PlainPass(model)
     way = CudaPass(step, plain, recording, pytest.fail, name="captured", compare=False)
     expected, theirs = passes_of(ModelRunner(model, kind), kind)
@@ -190,8 +194,7 @@ def test_states_advance_once_whatever_happens_to_the_first_pass(
     model_type, changes = CASES["qwen3_5-delta"]
     make(tmp_path, model_type, {**WIDE, **changes})
     model, reported = load_bf16(tmp_path).model, list[Declined]()
-    step = CapturedStep.compile(model)
-    assert isinstance(step, CapturedStep)
+    step = CapturedStep(model)
     plain = PlainPass(model)
     way = CudaPass(Failing(step, fault), plain, recording, reported.append, name="captured")
     results = []
@@ -231,8 +234,7 @@ def test_the_comparison_of_a_first_pass_keeps_no_rows(tmp_path: Path) -> None:
     """A queued update holds the rows of its layer: for a prompt of 1,024 tokens of Qwen3-Next 80B 868 MiB in all."""
     make(tmp_path, "lfm2", {**WIDE, **CASES["lfm2-tied"][1]})
     model = load_bf16(tmp_path).model
-    step, plain = CapturedStep.compile(model), Committed(model)
-    assert isinstance(step, CapturedStep)
+    step, plain = CapturedStep(model), Committed(model)
     way = CudaPass(step, plain, recording, pytest.fail)
     cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
     way.logits(PassInput([Chunk(list(range(3, 35)), 0, (0,), 1)], cache, ModelRunner(model).rope(KEY_BLOCK)))
@@ -243,8 +245,7 @@ def test_what_compiles_the_kernels_leaves_the_states_alone(tmp_path: Path) -> No
     model_type, changes = CASES["lfm2-tied"]
     make(tmp_path, model_type, {**WIDE, **changes})
     model = load_bf16(tmp_path).model
-    step = CapturedStep.compile(model)
-    assert isinstance(step, CapturedStep)
+    step = CapturedStep(model)
     way = CudaPass(step, PlainPass(model), recording)
     cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
     way.launch(PassInput([Chunk([5, 6], 0, (0,), 1)], cache, ModelRunner(model).rope(KEY_BLOCK)))
@@ -254,8 +255,7 @@ def test_what_compiles_the_kernels_leaves_the_states_alone(tmp_path: Path) -> No
 def test_drafts_of_recurrent_models_are_the_plain_passs(tmp_path: Path) -> None:
     make(tmp_path, *CASES["lfm2-tied"])
     model = load_bf16(tmp_path).model
-    step = CapturedStep.compile(model)
-    assert isinstance(step, CapturedStep)
+    step = CapturedStep(model)
     way = CudaPass(step, PlainPass(model), recording)
     cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
     work = PassInput([Chunk([5, 6], 3, (0,), 2, drafted=1)], cache, ModelRunner(model).rope(KEY_BLOCK))
@@ -295,8 +295,7 @@ def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
             return PlainPass(model) if fused else Declined("attention-sinks")
 
         def compile_captured(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass:
-            step = CapturedStep.compile(model)
-            assert isinstance(step, CapturedStep)
+            step = CapturedStep(model)
             return CudaPass(step, PlainPass(model), None, name="captured")
 
         compilers = {
@@ -338,15 +337,13 @@ def test_prompts_are_captured_where_a_kernel_attends_with_their_heads(
     head_dim: int, capability: tuple[int, int], taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check heads of 512 (Gemma 4), for which the kernel for prompts has no tile."""
-    step = PromptStep.compile(on_gpu(head_dim, capability, monkeypatch), "auto")
-    assert isinstance(step, PromptStep)
+    step = PromptStep(on_gpu(head_dim, capability, monkeypatch), "auto")
     assert sum(step.takes(1, tokens) for tokens in (384, 1024)) == taken
 
 
 def test_an_old_gpu_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (CapturedStep, PromptStep):
-        declined = step.compile(on_gpu(128, (7, 5), monkeypatch))
-        assert isinstance(declined, Declined) and declined.code == "compute-capability"
+    declined = decline_capture(on_gpu(128, (7, 5), monkeypatch))
+    assert declined is not None and declined.code == "compute-capability"
 
 
 def test_a_model_without_a_cache_has_neither_pass() -> None:

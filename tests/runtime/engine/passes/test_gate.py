@@ -114,8 +114,7 @@ def test_layers_of_the_captured_pass(case: str, tmp_path: Path) -> None:
     model_type, changes = FAMILY_CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes})
     model, warnings = load_bf16(tmp_path).model, list[Declined]()
-    step = CapturedStep.compile(model)
-    assert isinstance(step, CapturedStep)
+    step = CapturedStep(model)
     assert layer_difference(model, step) is None
     added, stored = Spoiled(step, 1, added=1.2), Spoiled(step, 1, stored=1.2)
     declined = compile_step(model, added, "auto", lambda work: work, warnings.append, layers=added)
