@@ -1,4 +1,4 @@
-"""The structures of norms, products and sums that the parts of the native CPU code have in common (layer.h)."""
+"""The structures of norms, products and sums that the parts of the native CPU code have in common (rowwise.h)."""
 
 import torch
 

@@ -12,7 +12,7 @@ from mycli.runtime.errors import ResourceError
 from mycli.runtime.kernels.cpu.experts import CChoice
 from mycli.runtime.kernels.cpu.library.build import Native
 
-# Each C* structure mirrors the C++ structure of the same name without the C in layer.h, experts_part.h,
+# Each C* structure mirrors the C++ structure of the same name without the C in rowwise.h, layer.h, experts_part.h,
 # recurrent_part.h, chain.h or loop.h: same fields, same order.
 MAX_PRODUCTS = 3  # products side by side in one linear (query, key and value)
 _NO_MEMORY, _NOT_FETCHED = 1, 3  # return codes of a chain

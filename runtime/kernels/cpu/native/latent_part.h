@@ -152,13 +152,7 @@ struct LatentRun {
 
     // The whole part, from the stream x to out. Returns as above.
     int run(const uint16_t* x, uint16_t* out) const {
-        const int64_t values = rowwise.rows * part.residual.hidden;
-        Scratch scratch(2 * values);
-        if (!scratch.at) return 1;
-        uint16_t *normed = scratch.take(values), *output = scratch.take(values);
-        if (const int failed = compute(rowwise.norm_input(part.norm, x, normed), output)) return failed;
-        rowwise.add(part.residual, x, output, normed, out);
-        return 0;
+        return rowwise.run_part(part.norm, part.residual, x, out, [&](const uint16_t* input, uint16_t* output) { return compute(input, output); });
     }
 };
 
