@@ -43,8 +43,8 @@ def head_pattern(region: Region) -> re.Pattern[str] | None:
     return re.compile(rf"\s*{fields}{_FIRST_ARGUMENT}")
 
 
-class ArgumentStream:
-    """Converts a JSON object, character by character, to the text that `json.dumps` gives for it.
+class CallStream:
+    """Converts a call, step by step, to the text that `json.dumps` gives for its arguments.
 
     Strings are converted as they arrive, unless `cast` may change their type; other values when they are complete.
     `cast(key, text)` returns the value of a string argument; `casts(key)` says whether it can differ from the text.
@@ -52,20 +52,16 @@ class ArgumentStream:
 
     def __init__(self, cast: Callable[[str, str], object], casts: Callable[[str], bool]) -> None:
         self._cast, self._casts = cast, casts
-        self._text = ""  # not converted yet
-        self._step = self._begin
         self._key, self._empty = "", True
-        self._scanned, self._depth, self._quoted = 0, 0, False  # of a value that is not complete
         self.complete = False
-        self.broken = False  # the rest is not JSON
+        self.broken = False  # the rest is not in the format
 
-    def feed(self, text: str) -> str:
-        """Return the converted text that is certain by now, up to the end of the object or what is not JSON."""
-        self._text += text
+    def _convert(self, step: Callable[[], str | None]) -> str:
+        """Repeat `step`, which converts something, or returns None until more text arrives."""
         pieces = []
         while not self.complete and not self.broken:
             try:
-                piece = self._step()
+                piece = step()
             except (ValueError, RecursionError):
                 self.broken = True
                 break
@@ -73,6 +69,24 @@ class ArgumentStream:
                 break
             pieces.append(piece)
         return "".join(pieces)
+
+    def _dumps(self, value: object) -> str:
+        return json.dumps(self._cast(self._key, value) if isinstance(value, str) else value, ensure_ascii=False)
+
+
+class ArgumentStream(CallStream):
+    """Converts the arguments of a call that are a JSON object, character by character."""
+
+    def __init__(self, cast: Callable[[str, str], object], casts: Callable[[str], bool]) -> None:
+        super().__init__(cast, casts)
+        self._text = ""  # not converted yet
+        self._step = self._begin
+        self._scanned, self._depth, self._quoted = 0, 0, False  # of a value that is not complete
+
+    def feed(self, text: str) -> str:
+        """Return the converted text that is certain by now, up to the end of the object or what is not JSON."""
+        self._text += text
+        return self._convert(lambda: self._step())
 
     @property
     def rest(self) -> str:
@@ -89,7 +103,7 @@ class ArgumentStream:
         self._text = self._text[match.end() :]
         return self._text[:1]
 
-    # Each step converts something and sets the next step, or returns None until more text arrives.
+    # Each step sets the next one.
 
     def _begin(self) -> str | None:
         if not self._skip_space():
@@ -155,8 +169,7 @@ class ArgumentStream:
         end = self._value_end()
         if end is None:
             return None
-        value = strict_json(self._text[:end].encode())
-        converted = json.dumps(self._cast(self._key, value) if isinstance(value, str) else value, ensure_ascii=False)
+        converted = self._dumps(strict_json(self._text[:end].encode()))
         self._take(end)
         self._step = self._after_value
         return converted

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mycli.runtime.tokenizer.parsing.argument_stream import CallStream
 from mycli.runtime.tokenizer.parsing.response_template import Region, loose_end, parse_content
 
 _UNSTREAMED = ("cdata", "value_parser")  # a value is not the text that is written
@@ -24,16 +25,13 @@ def has_element_stream(region: Region) -> bool:
     )
 
 
-class ElementStream:
-    """Converts the elements of a call to the text of a JSON object.
-
-    Strings are converted as they arrive, unless `cast` may change their type; other values when they are complete.
-    `cast(key, text)` returns the value of an argument; `casts(key)` says whether it can differ from the text.
-    """
+class ElementStream(CallStream):
+    """Converts the elements of a call to the text of a JSON object."""
 
     def __init__(self, region: Region, cast: Callable[[str, str], object], casts: Callable[[str], bool]) -> None:
+        super().__init__(cast, casts)
         assert region.close is not None
-        self._close, self._cast, self._casts = region.close, cast, casts
+        self._close = region.close
         self._before_key, self._after_key, self._before_value, self._after_value = region.arguments["tag"]
         self._loose = bool(region.arguments.get("loose"))
         self._json: str | None = region.arguments.get("json_attribute")
@@ -43,35 +41,25 @@ class ElementStream:
         self._holds = (self._after_value, f"\n{self._before_key}") if self._loose else (self._after_value,)
         self.end = 0  # the first character that was not converted; of a complete call, the first after it
         self._begin: int | None = None  # of the value that is being read
-        self._key, self._is_json, self._empty = "", False, True
+        self._is_json = False
         self._closing: re.Match[str] | None = None
         self.started = False  # a string has begun
-        self.complete = False
-        self.broken = False  # the rest is not in the format
 
     def feed(self, text: str, final: bool) -> str:
         """Return the converted text that is certain by now. text: all of the call so far."""
-        pieces = []
-        while not self.complete and not self.broken:
-            self._closing, limit = self._close.find(text, self.end, final)
-            limit = limit if self._closing is None else self._closing.start()
-            closed = final or self._closing is not None
-            try:
-                piece = self._between(text, limit, closed) if self._begin is None else self._inside(text, limit, closed)
-            except (ValueError, RecursionError):
-                self.broken = True
-                break
-            if piece is None:
-                break
-            pieces.append(piece)
-        return "".join(pieces)
+        return self._convert(lambda: self._step(text, final))
 
     def unread(self, text: str) -> str:
         """Return `text`, with which a call ends before it is complete, as it follows what was converted."""
         return _escaped(text) if self._begin is not None and self._is_string else text
 
-    # Each step converts something, or returns None until more text arrives. No key begins after `limit`; `closed`: the
-    # call ends there.
+    def _step(self, text: str, final: bool) -> str | None:
+        self._closing, limit = self._close.find(text, self.end, final)
+        limit = limit if self._closing is None else self._closing.start()
+        closed = final or self._closing is not None
+        return self._between(text, limit, closed) if self._begin is None else self._inside(text, limit, closed)
+
+    # No key begins after `limit`; `closed`: the call ends there.
 
     def _between(self, text: str, limit: int, closed: bool) -> str | None:
         begin = text.find(self._before_key, self.end, limit)
@@ -121,7 +109,7 @@ class ElementStream:
         value: Any = text.removeprefix("\n").removesuffix("\n")
         value = parse_content(value, "json", {}) if self._is_json else value
         self.end, self._begin = end, None
-        return json.dumps(self._cast(self._key, value) if isinstance(value, str) else value, ensure_ascii=False)
+        return self._dumps(value)
 
     def _value_end(self, text: str, begin: int, limit: int, closed: bool) -> tuple[int, int] | None:
         # The end of the value and the position after its mark; None while it continues. Where every value has its
