@@ -73,6 +73,18 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def _load_state(
+    state, starts, slots, count, key, value, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """Return the state [key, value] of this program, zero at position 0; the places of its values; which there are."""
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    present = ((key < KEY_DIM)[:, None] & (value < VALUE_DIM)[None, :]) & (count > 0)
+    place = (tl.load(slots + sequence) * HEADS + head) * (KEY_DIM * VALUE_DIM)
+    cells = state + place + key[:, None] * VALUE_DIM + value[None, :]
+    return tl.load(cells, mask=present & (tl.load(starts + sequence) > 0), other=0.0), cells, present
+
+
 @triton.jit(do_not_specialize=["tokens", "advances"])
 def delta_kernel(
     qkv,  # [sequences * tokens, 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM]
@@ -104,10 +116,7 @@ def delta_kernel(
     key, value = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_inside, value_inside = key < KEY_DIM, value < VALUE_DIM
     count, first_row = tl.load(counts + sequence), sequence.to(tl.int64) * tokens
-    present = (key_inside[:, None] & value_inside[None, :]) & (count > 0)
-    place = (tl.load(slots + sequence) * heads + head) * (KEY_DIM * VALUE_DIM)
-    cells = state + place + key[:, None] * VALUE_DIM + value[None, :]
-    matrix = tl.load(cells, mask=present & (tl.load(starts + sequence) > 0), other=0.0)
+    matrix, cells, present = _load_state(state, starts, slots, count, key, value, heads, KEY_DIM, VALUE_DIM)
     slope = tl.load(rate + head)
     if BY_CHANNEL:
         gate_column = heads + head * KEY_DIM + key
@@ -171,10 +180,7 @@ def scan_kernel(
     key, value = tl.arange(0, BLOCK_S), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_inside, value_inside = key < STATE_DIM, value < HEAD_DIM
     count, first_row = tl.load(counts + sequence), sequence.to(tl.int64) * tokens
-    present = (key_inside[:, None] & value_inside[None, :]) & (count > 0)
-    place = (tl.load(slots + sequence) * HEADS + head) * (STATE_DIM * HEAD_DIM)
-    cells = state + place + key[:, None] * HEAD_DIM + value[None, :]
-    matrix = tl.load(cells, mask=present & (tl.load(starts + sequence) > 0), other=0.0)
+    matrix, cells, present = _load_state(state, starts, slots, count, key, value, HEADS, STATE_DIM, HEAD_DIM)
     slope, shift, passed = tl.load(rate + head), tl.load(dt_bias + head), tl.load(skip + head)
     WIDTH: tl.constexpr = HEADS * HEAD_DIM + 2 * GROUPS * STATE_DIM
     group = head // (HEADS // GROUPS)
