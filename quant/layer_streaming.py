@@ -28,11 +28,13 @@ from mycli.runtime.layers.streams import Streams
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.models.part_spec import LinearSpec
 
-# Tokens through a layer at a time: enough to be bound by arithmetic, few enough that malloc reuses the same memory.
-TOKENS_AT_ONCE = 1024
-TOKENS_ON_GPU = 8192
-
 _EMBEDDING = f"{EMBEDDING}.weight"
+
+
+def tokens_at_once(gpu: bool) -> int:
+    """Return the tokens that pass through a layer at a time."""
+    # Enough to be bound by arithmetic; on a CPU few enough that malloc reuses the same memory.
+    return 8192 if gpu else 1024
 
 
 class SideInputs:
@@ -84,7 +86,7 @@ class StreamedModel:
     def __init__(
         self, folder: ModelFolder, placement: Placement, at_once: int | None = None, *, dense: bool = False
     ) -> None:
-        self.at_once = at_once or (TOKENS_ON_GPU if placement.device.type == "cuda" else TOKENS_AT_ONCE)
+        self.at_once = at_once or tokens_at_once(placement.device.type == "cuda")
         self.folder = folder
         self.placement = placement
         self.config, self.packings = folder.config, folder.packings

@@ -10,10 +10,10 @@ from mycli.quant.calibration.sampler import check_windows
 from mycli.quant.ggml.file import GgufLayout, fp32_matrices
 from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
 from mycli.quant.ggml.recipe import GgufRecipe
-from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
+from mycli.quant.layer_streaming import tokens_at_once
 from mycli.quant.output.model_card import Size
 from mycli.quant.output.work_folder import unwritten_bytes
-from mycli.quant.planning.memory import QuantizationWork, choose, require_memory
+from mycli.quant.planning.memory import QuantizationWork, fitting_need, require_memory
 from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, Report, measured_tokens, require_disk
 from mycli.quant.recipe import DEFAULT_SEQ
 from mycli.quant.source_weights import SourceWeights, source_scheme
@@ -93,7 +93,7 @@ def plan_gguf(
         context=min(REPORT_CONTEXT, config.max_context),
         keeps_inputs=not gpu and rounds(),
     )
-    need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
+    need = fitting_need(work, gpu, tokens_at_once(gpu), max_ram, max_vram)
     return GgufPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, layout)
 
 

@@ -81,7 +81,7 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     return Need(max(host + device for host, device in stages) + LIBRARIES, 0, at_once, work.keeps_inputs)
 
 
-def choose(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
+def fitting_need(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
     """Keep no inputs, then halve `at_once`, until the memory stays within the limits in bytes.
 
     Raises ResourceError, with the smallest limit that is enough.

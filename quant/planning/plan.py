@@ -13,10 +13,10 @@ import torch
 
 from mycli.quant import solvers
 from mycli.quant.calibration.sampler import Calibration, calibrate, check_windows
-from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
+from mycli.quant.layer_streaming import tokens_at_once
 from mycli.quant.output.model_card import Size
 from mycli.quant.output.work_folder import unwritten_bytes
-from mycli.quant.planning.memory import Need, QuantizationWork, choose, require_memory
+from mycli.quant.planning.memory import Need, QuantizationWork, fitting_need, require_memory
 from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
 from mycli.quant.planning.target import check_target
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
@@ -152,7 +152,7 @@ def plan_quantization(
         keeps_inputs=not gpu and rounds(),
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
-    need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
+    need = fitting_need(work, gpu, tokens_at_once(gpu), max_ram, max_vram)
     return QuantizationPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, tensors)
 
 

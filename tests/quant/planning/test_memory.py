@@ -16,7 +16,7 @@ from mycli.quant.planning.memory import (
     BATCH,
     QuantizationWork,
     _solving,
-    choose,
+    fitting_need,
     need,
     observed_values,
     trained_values,
@@ -71,24 +71,24 @@ def work(**changes: object) -> QuantizationWork:
 
 
 def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
-    free = choose(work(), False, 4096, None, None)
+    free = fitting_need(work(), False, 4096, None, None)
     assert free == need(work(), False, 4096)
-    bounded = choose(work(), False, 4096, free.host - 1, None)
+    bounded = fitting_need(work(), False, 4096, free.host - 1, None)
     assert bounded.at_once < 4096 and bounded.host < free.host
     with pytest.raises(ResourceError, match="1 MiB of main memory is too small") as refused:
-        choose(work(), False, 4096, 1 << 20, None)
+        fitting_need(work(), False, 4096, 1 << 20, None)
     least = refused.value.data["mib"]
     assert isinstance(least, int)
-    assert choose(work(), False, 4096, least << 20, None).host <= least << 20
+    assert fitting_need(work(), False, 4096, least << 20, None).host <= least << 20
     with pytest.raises(ResourceError):
-        choose(work(), False, 4096, (least - 1) << 20, None)
+        fitting_need(work(), False, 4096, (least - 1) << 20, None)
 
 
 def test_inputs_are_kept_where_there_is_room() -> None:
-    keeping, plain = (choose(work(keeps_inputs=keeps), False, 4096, None, None) for keeps in (True, False))
+    keeping, plain = (fitting_need(work(keeps_inputs=keeps), False, 4096, None, None) for keeps in (True, False))
     assert keeping.keeps_inputs and keeping.host > plain.host
-    assert choose(work(keeps_inputs=True), False, 4096, keeping.host, None) == keeping
-    assert choose(work(keeps_inputs=True), False, 4096, keeping.host - 1, None) == plain
+    assert fitting_need(work(keeps_inputs=True), False, 4096, keeping.host, None) == keeping
+    assert fitting_need(work(keeps_inputs=True), False, 4096, keeping.host - 1, None) == plain
 
 
 def test_batches_are_of_whole_windows() -> None:
@@ -165,9 +165,9 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
     on_gpu = need(work(), True, 4096)
     more = need(work(tokens=256 * 256), True, 4096)
     assert more.device == on_gpu.device and more.host - on_gpu.host == 3 * 4 * 128 * 256 * 512
-    assert choose(work(), True, 4096, None, on_gpu.device - 1).at_once < 4096
+    assert fitting_need(work(), True, 4096, None, on_gpu.device - 1).at_once < 4096
     with pytest.raises(ResourceError, match="GPU memory"):
-        choose(work(), True, 4096, None, 1 << 20)
+        fitting_need(work(), True, 4096, None, 1 << 20)
 
 
 NARROW = {**WIDE, "intermediate_size": 1024}
