@@ -31,8 +31,6 @@ class ExpertNames:
     correction_rows: tuple[int, ...] = ()  # leading dimensions of its shape
     stacked_gate_up: str = "experts.gate_up_proj"  # for checkpoints that stack all experts in one tensor
     stacked_down: str = "experts.down_proj"
-    enter: str = "fc1_latent_proj"
-    leave: str = "fc2_latent_proj"
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class MoeLayers:
             shared = SharedExpertSpec(self._shared(f"{block}.{names.shared}", config), gate)
         enter = leave = None
         if self.width is not None:
-            enter = LinearSpec(f"{block}.{names.enter}", self.width, config.hidden_size, self.shared_bias)
-            leave = LinearSpec(f"{block}.{names.leave}", config.hidden_size, self.width, self.shared_bias)
+            enter = LinearSpec(f"{block}.fc1_latent_proj", self.width, config.hidden_size, self.shared_bias)
+            leave = LinearSpec(f"{block}.fc2_latent_proj", config.hidden_size, self.width, self.shared_bias)
         assert layer.mlp is not None, f"layer {layer.index} has no MLP to replace"
         experts = ExpertsSpec(
             norm=layer.mlp.norm,

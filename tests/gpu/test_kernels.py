@@ -16,7 +16,6 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput
-from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.gate import difference
 from mycli.runtime.engine.passes.graphs import GraphCapture, Step
 from mycli.runtime.engine.passes.plain import PlainPass
@@ -27,6 +26,7 @@ from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.columns import SHAPES, agree, problem
 from tests.support.decode_models import CAPACITY, CASES, MIXED, WIDE, Case, models
+from tests.support.graphs import UncomparedPass
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
     found: list[list[Tensor]] = []
     for capture in (GraphCapture(), None):
         cache = KVCache(plain.config, case.sequences, CAPACITY, plain.device, kind)
-        way, logits = CudaPass(step, PlainPass(plain), capture, compare=False), []
+        way, logits = UncomparedPass(step, PlainPass(plain), capture), []
         generator = torch.Generator().manual_seed(1)  # the same twice
         for start in list(range(0, CAPACITY - case.new + 1, case.new))[:8]:
             tokens = torch.randint(0, plain.config.vocab_size, (case.sequences, case.new), generator=generator)
@@ -102,7 +102,7 @@ def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float
     step, found = fused(case), []
     for capture in (GraphCapture(), None, "host"):
         model = models(case, "cuda")[1]
-        way = CudaPass(step, PlainPass(model), None, compare=False)
+        way = UncomparedPass(step, PlainPass(model), None)
         way.loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
         runner = ModelRunner(model, passes=Passes((way, PlainPass(model)), {}))
         engine = Engine(runner, CacheShape.contiguous(CAPACITY, case.sequences), model.config.vocab_size - 2)

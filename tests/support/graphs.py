@@ -1,7 +1,8 @@
-"""A stand-in for a CUDA graph on the CPU."""
+"""A stand-in for a CUDA graph on the CPU, and a pass that is trusted at once."""
 
 from torch import Tensor
 
+from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.graphs import Launches
 
 
@@ -16,3 +17,10 @@ def recording(work: Launches) -> Launches:
         return out[0].copy_(made)
 
     return again
+
+
+class UncomparedPass(CudaPass):
+    """A `CudaPass` whose first passes are not compared with the plain pass."""
+
+    def trusts(self, shape: tuple[int, int, bool]) -> bool:
+        return self._failed is None and shape not in self._refused

@@ -8,7 +8,6 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput
-from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.device_loop import DeviceLoop
 from mycli.runtime.engine.passes.graphs import Capture, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
@@ -17,7 +16,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import in_lane, kept
-from tests.support.graphs import recording
+from tests.support.graphs import UncomparedPass, recording
 from tests.support.prefix_model import PrefixModel, random_function
 
 VOCAB, PADDING = 300, 20
@@ -82,16 +81,16 @@ def engines(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 
     return Engine(ModelRunner(looped, passes=passes), shape, VOCAB), Engine(ModelRunner(plain), shape, VOCAB), step
 
 
-class TokensOnly(CudaPass):
+class TokensOnly(UncomparedPass):
     """Declines passes that return logits, leaving them to the plain pass."""
 
     def takes(self, work: PassInput) -> Declined | None:
         return Declined("some-logits") if work.sampling is None else super().takes(work)
 
 
-def looping(model: PrefixModel, step: "Step", loop: DeviceLoop, compare: bool = False) -> Passes:
+def looping(model: PrefixModel, step: "Step", loop: DeviceLoop) -> Passes:
     """Build an engine with the loop for tokens and the plain pass for logits."""
-    way = TokensOnly(step, PlainPass(model), None, compare=compare)
+    way = TokensOnly(step, PlainPass(model), None)
     way.loop = loop
     return Passes((way, PlainPass(model)), {})
 

@@ -70,9 +70,7 @@ def name_contains(name: str, parts: Sequence[str]) -> bool:
     return any(part in name for part in parts)
 
 
-def either(
-    headers: Headers, name: str, shapes: tuple[Shape, ...], dtypes: tuple[str, ...] = SAFETENSORS_FLOATS
-) -> ExpectedTensor:
+def either(headers: Headers, name: str, shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> ExpectedTensor:
     """Expect the tensor `name` with its stored shape if that is one of `shapes`, else with the first."""
     entry = headers.get(name)
     return name, entry.shape if entry is not None and entry.shape in shapes else shapes[0], dtypes

@@ -63,9 +63,9 @@ class _CacheGraphs:
 class CudaPass:
     """Runs `step` as replayed graphs, or launch by launch if `capture` is None.
 
-    The first pass of a shape with padding or of more than 8 rows is compared with `plain` unless `compare` is False. A
-    pass that fails or differs is reported once and computed by `plain`, which writes the same cache slots. After a
-    failed capture or replay all passes are declined from then on; after a failed first launch only those of its shape.
+    The first pass of a shape with padding or of more than 8 rows is compared with `plain`. A pass that fails or differs
+    is reported once and computed by `plain`, which writes the same cache slots. After a failed capture or replay all
+    passes are declined from then on; after a failed first launch only those of its shape.
     """
 
     samples = True
@@ -78,12 +78,11 @@ class CudaPass:
         report: OnDecline = lambda declined: None,
         *,
         name: str = "cuda",
-        compare: bool = True,
         tolerance: float = TOLERANCE,
     ) -> None:
         self.step, self.name = step, name
         self._plain, self._capture, self._report = plain, capture, report
-        self._compare, self._tolerance = compare, tolerance
+        self._tolerance = tolerance
         self.loop: DeviceLoop | None = None
         self._failed: Declined | None = None
         self._compared: set[_Shape] = set()
@@ -96,7 +95,7 @@ class CudaPass:
             return False
         sequences, new, padded = shape
         checked = not padded and sequences * new <= _CHECKED_ROWS
-        return checked or not self._compare or shape in self._compared
+        return checked or shape in self._compared
 
     def takes(self, work: PassInput) -> Declined | None:
         if self._failed is not None:
@@ -127,7 +126,7 @@ class CudaPass:
 
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
-        logits = self._fused(work)
+        logits = self._run_step(work)
         if logits is None:
             return self._plain.logits(work)
         return _without_padding(logits, work).to(torch.float32, copy=True)
@@ -146,21 +145,21 @@ class CudaPass:
         assert self.loop is not None
         return self.loop.tokens(work)
 
-    def _fused(self, work: PassInput) -> Tensor | None:
+    def _run_step(self, work: PassInput) -> Tensor | None:
         """Return logits [sequences, 1 or new, vocab], valid until the next call; None if they are up to `plain`."""
         shape = _shape(work)
         assert shape is not None
-        held = self._graphs.get(work.cache)
-        if held is None or held.rope is not work.rope:
-            held = self._graphs[work.cache] = _CacheGraphs(work.rope)
+        graphs = self._graphs.get(work.cache)
+        if graphs is None or graphs.rope is not work.rope:
+            graphs = self._graphs[work.cache] = _CacheGraphs(work.rope)
         key = shape, _last_only(work)
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
-        launched = self._capture is None or key not in held.by_shape
+        launched = self._capture is None or key not in graphs.by_shape
         try:
             if launched:
-                return self._launched(work, held, key)
-            captured = held.by_shape.pop(key) or self._captured(work, held, key)
-            held.by_shape[key] = captured  # the most recently used
+                return self._launched(work, graphs, key)
+            captured = graphs.by_shape.pop(key) or self._captured(work, graphs, key)
+            graphs.by_shape[key] = captured  # the most recently used
             captured.inputs.fill(work.chunks)
             return captured.replay()[: len(work.chunks)]
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
@@ -168,14 +167,14 @@ class CudaPass:
             self._give_up(declined, shape if launched else None)
             return None
 
-    def _launched(self, work: PassInput, held: _CacheGraphs, key: tuple[_Shape, bool]) -> Tensor | None:
+    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: tuple[_Shape, bool]) -> Tensor | None:
         shape, last = key
         expected = None
         if not self.trusts(shape):
             expected = self._expected(work)  # first: the cache must end up with what replays write
         inputs, recurrent = _inputs(work, shape), work.cache.states.recurrent
         # Where it fails or differs, states must be as before: `plain` continues from them.
-        logits = self.step(replace(inputs, advances=not recurrent), held.rope, work.cache, last)[: len(work.chunks)]
+        logits = self.step(replace(inputs, advances=not recurrent), graphs.rope, work.cache, last)[: len(work.chunks)]
         declined = None
         if expected is not None:
             declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
@@ -183,9 +182,9 @@ class CudaPass:
             self._give_up(declined, shape)
             return None
         if recurrent:
-            logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
+            logits = self.step(inputs, graphs.rope, work.cache, last)[: len(work.chunks)]
         self._compared.add(shape)
-        held.by_shape[key] = None
+        graphs.by_shape[key] = None
         return logits
 
     def _expected(self, work: PassInput) -> Tensor:
@@ -194,14 +193,14 @@ class CudaPass:
             work = replace(work, chunks=[replace(chunk, drafted=chunk.count) for chunk in work.chunks])
         return self._plain.logits(work)
 
-    def _captured(self, work: PassInput, held: _CacheGraphs, key: tuple[_Shape, bool]) -> _Captured:
+    def _captured(self, work: PassInput, graphs: _CacheGraphs, key: tuple[_Shape, bool]) -> _Captured:
         assert self._capture is not None
-        captured = [other for other, graph in held.by_shape.items() if graph is not None]
+        captured = [other for other, graph in graphs.by_shape.items() if graph is not None]
         if len(captured) >= MOST_GRAPHS:
-            held.by_shape[captured[0]] = None
+            graphs.by_shape[captured[0]] = None
         shape, last = key
         inputs = _inputs(work, shape)
-        return _Captured(inputs, self._capture(lambda: self.step(inputs, held.rope, work.cache, last)))
+        return _Captured(inputs, self._capture(lambda: self.step(inputs, graphs.rope, work.cache, last)))
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
         if self._failed is None and not self._refused:

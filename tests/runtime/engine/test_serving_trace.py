@@ -28,7 +28,7 @@ from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.memory.estimate import SHARED_BLOCK
 from mycli.runtime.sampling.params import SamplingParams
-from tests.support.graphs import recording
+from tests.support.graphs import UncomparedPass, recording
 from tests.support.prefix_model import CONFIG, CPU, PrefixModel, random_function
 
 pytest.importorskip("triton")
@@ -132,7 +132,7 @@ class Reading:
         return torch.stack(rows)
 
 
-class Noting(CudaPass):
+class Noting(UncomparedPass):
     """Counts decode passes by backend."""
 
     counts: Counter[str]
@@ -148,7 +148,7 @@ def replies(fused: bool, blocks: int) -> tuple[dict[int, list[int]], Counter[str
     """Return the tokens of requests that arrive, share a prefix, are cancelled and preempted, and the backends used."""
     model = PrefixModel(random_function(3, 97), 97, max_context=256)
     step = Reading(model)
-    way = Noting(step, PlainPass(model), recording, compare=False)
+    way = Noting(step, PlainPass(model), recording)
     way.counts = Counter()
     passes = Passes((way, PlainPass(model)) if fused else (PlainPass(model),), {})
     passes.makes_tokens = False

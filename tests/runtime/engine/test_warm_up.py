@@ -10,7 +10,6 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
-from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
@@ -21,7 +20,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.memory.graphs import TOKEN_BUCKETS
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_serving_trace import Reading
-from tests.support.graphs import recording
+from tests.support.graphs import UncomparedPass, recording
 from tests.support.prefix_model import PrefixModel, random_function
 
 VOCAB, RUNNING = 97, 5
@@ -47,7 +46,7 @@ class Served:
         self.compiled = set[tuple[int, ...]]()
         model = PrefixModel(random_function(3, VOCAB), VOCAB, max_context=256)
         self.step = Failing(model)
-        way = CudaPass(self.step, PlainPass(model), self.capture, self.warnings.append, compare=False)
+        way = UncomparedPass(self.step, PlainPass(model), self.capture, self.warnings.append)
         plain = PlainPass(model)
         passes = Passes((way, plain) if fused else (plain,), {})
         passes.makes_tokens = False

@@ -14,7 +14,6 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes import graphs as replay
-from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
@@ -23,7 +22,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_GRAPHS
 from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.fused_pass import CAPACITY, Sums, fused_pass, model, one, run, session, several
-from tests.support.graphs import recording
+from tests.support.graphs import UncomparedPass, recording
 from tests.support.prefix_model import CONFIG, CPU
 
 
@@ -187,7 +186,7 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
 def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
     runner = ModelRunner(
-        plain, passes=Passes((CudaPass(Sums(), PlainPass(plain), recording, compare=False), PlainPass(plain)), {})
+        plain, passes=Passes((UncomparedPass(Sums(), PlainPass(plain), recording), PlainPass(plain)), {})
     )
     cache, _ = session()
     kept = [runner.run([Chunk([token], start, (0,), 1)], cache) for start, token in enumerate([3, 4, 5])]
@@ -238,9 +237,7 @@ def test_a_capture_or_a_replay_that_fails_ends_the_path_and_no_chat(capture: rep
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
     runner = ModelRunner(
         plain,
-        passes=Passes(
-            (CudaPass(Sums(), PlainPass(plain), capture, warnings.append, compare=False), PlainPass(plain)), {}
-        ),
+        passes=Passes((UncomparedPass(Sums(), PlainPass(plain), capture, warnings.append), PlainPass(plain)), {}),
     )
     cache, _ = session()
     found = [runner.run([Chunk([token], start, (0,), 1)], cache)[0, 0].item() for start, token in enumerate([3] * 5)]

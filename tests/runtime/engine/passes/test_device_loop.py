@@ -23,7 +23,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import kept, together
-from tests.support.graphs import recording
+from tests.support.graphs import UncomparedPass, recording
 from tests.support.grids import chosen
 from tests.support.prefix_model import CPU
 from tests.support.triton_interpreter import Interpret, interpret
@@ -31,7 +31,6 @@ from tests.support.triton_interpreter import Interpret, interpret
 pytest.importorskip("triton")
 
 from mycli.runtime.engine.passes import device_loop  # noqa: E402  (only where Triton is)
-from mycli.runtime.engine.passes.cuda import CudaPass  # noqa: E402  (as above)
 from mycli.runtime.engine.passes.device_loop import STEPS, DeviceLoop, compile_loop  # noqa: E402  (as above)
 from mycli.runtime.engine.passes.graphs import Launches  # noqa: E402  (as above)
 from mycli.runtime.kernels.triton.sample import Penalties  # noqa: E402  (as above)
@@ -275,7 +274,7 @@ def fused() -> list[list[list[int]]]:
         model, _ = models(Case({"layers": 1, "heads": 2, "kv_heads": 1, "hidden_size": 64}, sequences=2, int8=True))
         step = FusedStep.compile(model)
         assert isinstance(step, FusedStep)
-        way = CudaPass(step, PlainPass(model), None, compare=False)
+        way = UncomparedPass(step, PlainPass(model), None)
         way.loop = DeviceLoop(step, None) if kind == "loop" else None
         passes = Passes((way, PlainPass(model)), {})
         engine = Engine(ModelRunner(model, passes=passes), CacheShape.contiguous(32, 2), model.config.vocab_size - 3)
