@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
-from mycli.cli.replies.generation import describe
+from mycli.cli.replies.generation import GrammarOfPrompt, describe, limit_reasoning
 from mycli.cli.text.format import compact, draft_statistics
 from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.engine.replies.opened_model import OpenedModel
@@ -21,8 +21,6 @@ from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.replies.completion import Completion
-    from mycli.runtime.sampling.grammars.grammar import Grammar
-    from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens left for a reply when old turns are dropped, at most a quarter of the context
@@ -92,16 +90,9 @@ class Chat:
             self.call.out.footer(self.statistics(reply))
         self.save_session()
 
-    def _grammar(self, prompt: list[int]) -> "Grammar | None":
-        if self.reasoning_budget is None and self.deadline is None:
-            return None
-        return self._reasoning_grammars.grammar(prompt)
-
     @cached_property
-    def _reasoning_grammars(self) -> "ReasoningGrammars":
-        from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
-
-        return ReasoningGrammars(self.loaded.model.tokenizer, self.loaded.model.stop_ids, self.reasoning_budget)
+    def _grammar(self) -> GrammarOfPrompt:
+        return limit_reasoning(self.loaded, self.reasoning_budget, self.deadline)
 
     def save_session(self) -> None:
         """Write the session file if there is one; called after every change of the conversation."""

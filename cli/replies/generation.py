@@ -1,6 +1,6 @@
 """Answers the prompts of `mycli run`, one or a batch, and describes replies as JSON objects."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
-    from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -25,6 +24,18 @@ if TYPE_CHECKING:  # torch takes a second to import
 VALUE_TOKENS = 30
 LEAST_FORMAT_TOKENS = 60
 TOGETHER = 64  # prompts of a batch file that run concurrently
+
+
+GrammarOfPrompt = Callable[[Sequence[int]], "Grammar | None"]
+
+
+def limit_reasoning(loaded: OpenedModel, budget: int | None, deadline: float | None) -> GrammarOfPrompt:
+    """Return the grammar of a chat reply by its prompt; None for replies whose reasoning has no limit."""
+    if budget is None and deadline is None:
+        return lambda prompt: None
+    from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
+
+    return ReasoningGrammars(loaded.model.tokenizer, loaded.model.stop_ids, budget).grammar
 
 
 @dataclass(frozen=True)
@@ -83,25 +94,17 @@ class Generator:
             self.sampling,
             limit=self.room(prompt),
             stops=self.stops,
-            grammar=self.grammar or self._reasoning(prompt),
+            grammar=self.grammar or (None if self.raw else self._reasoning_grammar(prompt)),
             top=self.top,
             deadline=self.deadline,
-            recorded=None if recorded is None else recorded[0],
-            seed=None if recorded is None else recorded[1],
+            recorded=recorded,
             beams=self.beams,
             shown=() if self.raw else reasoning_format(self.loaded.model.tokenizer).marks,
         )
 
-    def _reasoning(self, prompt: Sequence[int]) -> "Grammar | None":
-        if self.raw or (self.reasoning_budget is None and self.deadline is None):
-            return None
-        return self._reasoning_grammars.grammar(prompt)
-
     @cached_property
-    def _reasoning_grammars(self) -> "ReasoningGrammars":
-        from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
-
-        return ReasoningGrammars(self.loaded.model.tokenizer, self.loaded.model.stop_ids, self.reasoning_budget)
+    def _reasoning_grammar(self) -> GrammarOfPrompt:
+        return limit_reasoning(self.loaded, self.reasoning_budget, self.deadline)
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """Generate `count` replies; the prompt is computed once."""

@@ -38,17 +38,19 @@ class Completion:
         grammar: "Grammar | None" = None,
         top: int | None = None,
         deadline: float | None = None,
-        recorded: "RecordedReply | None" = None,
-        seed: int | None = None,
+        recorded: "tuple[RecordedReply, int] | None" = None,
         beams: BeamOptions | None = None,
         shown: Sequence[str] = (),
     ) -> None:
         """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
 
         `deadline`: seconds after which the reply is to end, None for any time; `recorded`: where the reply is recorded
-        and perhaps began, with the random numbers of `seed`; `shown`: control tokens that are part of the text.
+        and perhaps began, and the seed of its random numbers; `shown`: control tokens that are part of the text.
         """
-        start = None if recorded is None or seed is None else recorded.start(seed)
+        self._recorded, start = None, None
+        if recorded is not None:
+            self._recorded, seed = recorded
+            start = self._recorded.start(seed)
         self.request = Request(
             tuple(prompt),
             sampling,
@@ -60,7 +62,6 @@ class Completion:
             start=start,
             beams=beams,
         )
-        self._recorded = recorded
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
