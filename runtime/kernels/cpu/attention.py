@@ -114,11 +114,8 @@ def _declined(query: Tensor, keys: Stored) -> Declined | None:
     return _GRADIENT if torch.is_grad_enabled() and query.requires_grad else None
 
 
-def _attend(
-    query: Tensor, keys: Stored, values: Stored, indices: _Indices, scoring: Scoring, portable: bool = False
-) -> Tensor | Declined:
-    *outer, heads, head_dim = query.shape
-    data = keys.data
+def _decline_layout(query: Tensor, keys: Stored, values: Stored) -> Declined | None:
+    data, head_dim = keys.data, query.shape[-1]
     if query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
         return _TYPES
     if data.dtype == PACKED and head_dim % LANES:
@@ -132,9 +129,19 @@ def _attend(
     for stored in (keys, values):  # a scale lies at the index of its vector's first code, divided by head_dim
         if stored.scales is not None and tuple(step * head_dim for step in stored.scales.stride()) != strides[:3]:
             return _SCALES
+    return None
+
+
+def _attend(
+    query: Tensor, keys: Stored, values: Stored, indices: _Indices, scoring: Scoring, portable: bool = False
+) -> Tensor | Declined:
+    if (declined := _decline_layout(query, keys, values)) is not None:
+        return declined
     library = build.native()
     if isinstance(library, Declined):
         return library
+    *outer, heads, head_dim = query.shape
+    data, strides = keys.data, keys.data.stride()
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     query = query.contiguous()
     out = torch.empty(*outer, heads * head_dim, dtype=query.dtype)
