@@ -3,6 +3,7 @@
 The Jinja sandbox stops escapes, not work (C10), so rendering has limits on time, memory and output.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -278,7 +279,8 @@ class ChatTemplate:
         Raises UsageError if the template refuses the conversation, ModelError if it fails or exceeds a limit.
         """
         source = self.source(bool(tools))
-        if any(message.get("tool_calls") for messages in conversations for message in messages):
+        called = any(message.get("tool_calls") for messages in conversations for message in messages)
+        if called:
             source = with_calls(source)
         typed = self._takes_parts(source)
         variables = [
@@ -292,15 +294,24 @@ class ChatTemplate:
             }
             for index, messages in enumerate(conversations)
         ]
-        request = {"template": source, "variables": variables}
         try:
-            texts: list[str] = self._worker.call(request, RENDER_SECONDS)
+            try:
+                return self._texts(source, variables)
+            except WorkerError as error:
+                if error.kind != "TypeError" or not called:
+                    raise
+                # Functionary's template joins arguments with text, so they must be text, as in OpenAI's interface.
+                written = [[_with_written_arguments(message) for message in each["messages"]] for each in variables]
+                return self._texts(source, [{**variables[i], "messages": each} for i, each in enumerate(written)])
         except WorkerError as error:
             if error.kind == "Refusal":
                 raise UsageError(
                     f"the model's chat template refuses: {error.message:.300}", "change the messages"
                 ) from None
             raise ModelError(f"chat template: {error.kind}: {error.message:.300}", code="show-template") from None
+
+    def _texts(self, source: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
+        texts: list[str] = self._worker.call({"template": source, "variables": variables}, RENDER_SECONDS)
         return texts
 
     def _takes_parts(self, source: str) -> bool:
@@ -336,6 +347,15 @@ def _known_effort(source: str, arguments: Mapping[str, Any]) -> Mapping[str, Any
     if effort in ("medium", "xhigh", "max") or (thinks and effort is None):
         return {**arguments, "reasoning_effort": "high"}
     return arguments
+
+
+def _with_written_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls", ())
+    functions = [
+        {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        for call in calls
+    ]
+    return {**message, "tool_calls": [{**call, "function": functions[i]} for i, call in enumerate(calls)]}
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

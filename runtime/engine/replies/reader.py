@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and most replies need no pa
 
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningFormat, ReasoningParser
+    from mycli.runtime.tokenizer.parsing.recipient import RecipientReader
     from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
     from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 
@@ -119,7 +120,12 @@ class ReplyReader:
             calls = () if tools is None or tool_format is None else _call_marks(tokenizer, tool_format)
             marks, self._reasoning = [*marks, *reasoning.marks], ReasoningParser(prompt_end, reasoning, calls)
             self._opening = reasoning.open
+        self._recipient: "RecipientReader | None" = None
         if tool_format is not None:
+            if tool_format.recipient and (prompt_end or "").endswith(tool_format.recipient):
+                from mycli.runtime.tokenizer.parsing import recipient
+
+                self._recipient = recipient.RecipientReader(tool_format.recipient)
             marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
@@ -210,12 +216,15 @@ class ReplyReader:
                 yield part
             elif part.mark:
                 continue
-            elif self._tools is None:
-                yield part.text
             else:
-                yield from self._tools.feed(part.text)
+                yield from self._content(part.text if self._recipient is None else self._recipient.feed(part.text))
+        if ended and self._recipient is not None:
+            yield from self._content(self._recipient.feed("", ended=True))
         if self._tools is not None and ended:
             yield from self._tools.flush()
+
+    def _content(self, text: str) -> "Iterable[str | ToolCall]":
+        return (text,) if self._tools is None else self._tools.feed(text)
 
     def _thought(self, part: "Part") -> str:
         if part.mark:  # a later thought of a reply begins on a line of its own

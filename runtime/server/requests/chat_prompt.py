@@ -17,6 +17,7 @@ from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, Prompt
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_CALLS_LOOP = re.compile(r"""\bin\s+[\w.'"\[\]]*tool_calls\b""")
 _RECENT_PROMPTS, _RECENT_TOKENS = 32, 1 << 18  # every new prompt is compared with all of these
 
 
@@ -47,10 +48,12 @@ def render_chat(
         ]
     if "length != 9" in source:  # Mistral's templates raise for ids of calls that do not have nine letters and digits
         messages = [_with_short_ids(message) for message in messages]
-    if "<|tool_call_begin|>" in source and "tool_call['id']" in source:
-        messages = _with_naming_ids(messages)
+    if "<|tool_call_begin|>" in source and ("tool_call['id']" in source or "'functions.' + " in source):
+        messages = _with_naming_ids(messages, in_message="loop.index0" in source)
     if "Cannot pass both content and thinking" in source:
         messages = [_with_one_thought(message) for message in messages]
+    if "tool_calls[0]" in source and not _CALLS_LOOP.search(source):  # GigaChat and gpt-oss: others would be dropped
+        messages = _with_single_calls(messages)
 
     def render(messages: list[Message]) -> list[int]:
         tools = list(parts.tools)
@@ -108,13 +111,14 @@ def _with_short_ids(message: Message) -> Message:
     return replace(message, tool_calls=calls, tool_call_id=result_of)
 
 
-def _with_naming_ids(messages: Sequence[Message]) -> list[Message]:
-    # Templates of Kimi K2 write the id of a call as its name: functions.NAME:NUMBER, counted over the conversation.
+def _with_naming_ids(messages: Sequence[Message], in_message: bool) -> list[Message]:
+    # Templates of Kimi K2 write the id of a call as its name, functions.NAME:NUMBER, and results with their id. Calls
+    # are counted over the conversation, by the first template in each message.
     named, converted = dict[str, str](), []
     for message in messages:
         calls = []
-        for call in message.tool_calls:
-            call_id = f"functions.{call['function']['name']}:{len(named)}"
+        for index, call in enumerate(message.tool_calls):
+            call_id = f"functions.{call['function']['name']}:{index if in_message else len(named)}"
             named[str(call.get("id", call_id))] = call_id
             calls.append({**call, "id": call_id})
         result_of = named.get(message.tool_call_id, message.tool_call_id)

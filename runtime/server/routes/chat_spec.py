@@ -94,7 +94,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             prompt_end=end,
             reasoning=service.reasoning_format,
             tools=ToolParser(tool_format, tools, not spec.parallel, spec.choice == "required") if tools else None,
-            tool_format=tool_format if tools else None,
+            tool_format=tool_format if tools or tool_format.recipient else None,
         )
         for index in range(spec.count)
     ]

@@ -33,6 +33,8 @@ _PARAMETERS = {"tag": ("<parameter=", ">", "", "</parameter>"), "loose": True}
 _DSML_SECTIONS = ("function_calls", "tool_calls", " calls")  # of DeepSeek V3.2, V4 and V4.1
 _HARMONY_TYPE = r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"  # of the arguments, mostly json
 
+EVERYONE = "all\n"  # the recipient of a text
+
 _TOOLS_PROMPT = (
     "You may call these tools:\n{tools}\nTo call one, write exactly:\n"
     '<tool_call>\n{{"name": "the name", "arguments": {{...}}}}\n</tool_call>'
@@ -43,7 +45,9 @@ _TOOLS_PROMPT = (
 class ToolFormat:
     """A format of tool calls.
 
-    json_syntax: prefix, suffix and the two field names of a call that is one JSON object; None for other syntaxes.
+    json_syntax: prefix, suffix and the two field names of a call that is one JSON object; None for other syntaxes;
+    recipient: the mark before a recipient, with which prompts end: a reply begins with the name of a function, or
+    with `EVERYONE` before a text.
     """
 
     name: str
@@ -53,6 +57,7 @@ class ToolFormat:
     sections: tuple[str, ...] = ()  # ignored markers that open a list of calls
     bare_json: bool = False  # a reply that starts with a brace is a call
     json_syntax: tuple[str, str, str, str] | None = None
+    recipient: str = ""
 
 
 def _call(
@@ -293,6 +298,13 @@ TOOL_FORMATS = (
         "functionary",
         ("<function=", "</function>", "end_tag"),
         _call(pattern(rf"<function={_NAME}>", "<function="), literal("</function>")),
+    ),
+    ToolFormat(
+        "functionary-3.2",
+        (">>>${recipient}",),
+        _call(pattern(rf">>>(?!{EVERYONE}){_NAME}\n(?=\{{)", ">>>")),
+        ignored=(f">>>{EVERYONE}",),
+        recipient=">>>",
     ),
     HERMES,
     ToolFormat(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from mycli.runtime.errors import UserError
+from mycli.runtime.tokenizer.parsing.recipient import RecipientReader
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from mycli.runtime.tokenizer.template_check.finding import Finding, common_length
@@ -66,10 +67,11 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
         yield Finding("several-calls-refused", {"cause": error.message})
         return
     reply = _reply(opening, history, several)
-    if several == written or _reads_back(tool_format, reply, 1):
-        yield Finding("several-calls-refused", {"cause": "only the first call is rendered"})
-    elif not _reads_back(tool_format, reply, 2):
-        yield Finding("call-not-parsed", {"format": tool_format.name, "written": reply[:_QUOTED]})
+    if several == written or not _reads_back(tool_format, reply, 2):
+        if several == written or _reads_back(tool_format, reply, 1):
+            yield Finding("several-calls-refused", {"cause": "only the first call is rendered"})
+        else:
+            yield Finding("call-not-parsed", {"format": tool_format.name, "written": reply[:_QUOTED]})
 
 
 def _reply(prompt: str, history: str, whole: str) -> str:
@@ -83,7 +85,8 @@ def _reads_back(tool_format: ToolFormat, reply: str, count: int) -> bool:
     # The parser sees a reply without its end-of-turn token, which decoding drops.
     for end in (None, *(match.start() for match in re.finditer(r"<[|｜][^<>]*[|｜]>|</s>|<end_of_turn>", reply))):
         parser = ToolParser(tool_format, [TOOL])
-        items = [*parser.feed(reply[:end]), *parser.flush()]
+        text = RecipientReader(tool_format.recipient).feed(reply[:end], ended=True)
+        items = [*parser.feed(text), *parser.flush()]
         calls = join_calls(item for item in items if isinstance(item, ToolCall))
         expected = [{**ARGUMENTS, "count": ARGUMENTS["count"] + number} for number in range(count)]
         if [call.name for call in calls] == [FUNCTION] * count and [_parsed(call) for call in calls] == expected:

@@ -21,6 +21,10 @@ FIRST_ONLY = (
 )
 
 
+def call(name: str, identity: str) -> dict[str, object]:
+    return {"type": "function", "id": identity, "function": {"name": name, "arguments": {}}}
+
+
 def _rendered(source: str, messages: tuple[Message, ...]) -> str:
     tokenizer = open_model_folder(PICO).tokenizer()
     tokenizer.template = ChatTemplate({"default": source}, {})
@@ -159,9 +163,6 @@ SHORT_IDS = (
 
 @pytest.mark.parametrize("call_id", ["call_0123456789abcdef01234567", "toolu_01A", "", "abcDEF123"])
 def test_mistrals_templates_get_ids_of_nine_characters(call_id: str) -> None:
-    def call(name: str, identity: str) -> dict[str, object]:
-        return {"type": "function", "id": identity, "function": {"name": name, "arguments": {}}}
-
     messages = (
         Message("user", "Go"),
         Message("assistant", "", (call("f", call_id), call("g", "other"))),
@@ -181,9 +182,6 @@ ID_AS_NAME = (
 
 
 def test_kimis_template_gets_ids_that_name_the_function() -> None:
-    def call(name: str, identity: str) -> dict[str, object]:
-        return {"type": "function", "id": identity, "function": {"name": name, "arguments": {}}}
-
     messages = (
         Message("user", "Go"),
         Message("assistant", "", (call("f", "call_a"), call("g", "call_b"))),
@@ -196,6 +194,41 @@ def test_kimis_template_gets_ids_that_name_the_function() -> None:
         "<|tool_call_begin|>functions.f:0|<|tool_call_begin|>functions.g:1|functions.g:1=two|functions.f:0=one|"
         "<|tool_call_begin|>functions.f:2|functions.f:2=three|"
     )
+
+
+def test_kimis_first_template_counts_calls_in_each_message() -> None:
+    """It names calls itself, and results by the id that the client sends."""
+    name = "'functions.' + tool_call['function']['name'] + ':' + loop.index0|string"
+    source = ID_AS_NAME.replace("tool_call['id']", name)
+    messages = (
+        Message("user", "Go"),
+        Message("assistant", "", (call("f", "call_a"), call("g", "call_b"))),
+        Message("tool", "two", tool_call_id="call_b"),
+        Message("assistant", "", (call("f", "call_c"),)),
+        Message("tool", "three", tool_call_id="call_c"),
+    )
+    assert _rendered(source, messages) == (
+        "<|tool_call_begin|>functions.f:0|<|tool_call_begin|>functions.g:1|functions.g:1=two|"
+        "<|tool_call_begin|>functions.f:0|functions.f:0=three|"
+    )
+
+
+# As in the templates of GigaChat and gpt-oss.
+FIRST_CALL = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %};{% endfor %}"
+)
+
+
+def test_a_template_that_writes_the_first_call_gets_several_one_after_another() -> None:
+    called = (Message("user", "A"), Message("assistant", "Look. ", (call("f", "1"), call("g", "2"))))
+    results = tuple(Message("tool", f"of {identity}", tool_call_id=identity) for identity in ("2", "1"))
+    expected = "user:A;assistant:Look. f;tool:of 1;assistant:g;tool:of 2;"
+    assert _rendered(FIRST_CALL, (*called, *results)) == expected
+    every = FIRST_CALL.replace(
+        "{% endif %}", "{% for c in m.tool_calls %}+{{ c.function.name }}{% endfor %}{% endif %}"
+    )
+    assert _rendered(every, called) == "user:A;assistant:Look. f+f+g;"
 
 
 # As in the template of gpt-oss.

@@ -372,6 +372,20 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
     assert with_calls(written) == written and with_calls("{{ messages }}") == "{{ messages }}"
 
 
+def test_a_template_that_joins_texts_gets_arguments_as_text() -> None:
+    """That of Functionary 3.2; one that fails for another reason says so."""
+    calls = "{% for c in m.tool_calls or [] %}{{ '>' + c.function.arguments }}{% endfor %}"
+    joined = f"{{% for m in messages %}}{calls}{{% endfor %}}"
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": "ä"}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "B"}]
+    assert ChatTemplate({"default": joined}, {}).render([turns, turns[1:]], None, [{}, {}], False) == [
+        '>{"a": "ä"}',
+        "",
+    ]
+    with pytest.raises(ModelError, match="TypeError"):
+        ChatTemplate({"default": "{{ '>' + messages }}"}, {}).render([turns], None, [{}], False)
+
+
 def test_efforts_that_hy3_does_not_know() -> None:
     source = (
         "{% if reasoning_effort is defined and reasoning_effort not in ['high', 'low', 'no_think'] %}"

@@ -109,6 +109,10 @@ WRITTEN: dict[str, tuple[str, list[Any]]] = {
         '<function=f>{"a": 1, "b": "<x>"}</function><function=f>{}</function>',
         [("f", {"a": 1, "b": "<x>"}), ("f", {})],
     ),
+    "functionary-3.2": (
+        '>>>all\nHi >>> x\n>>>f\n{}>>>f\n{"a": 1, "b": ">>>f"}',
+        ["Hi >>> x", ("f", {}), ("f", {"a": 1, "b": ">>>f"})],
+    ),
     "gemma-4": (
         '<|tool_call>call:f{a:1,b:<|"|>x "q", {y:1}<|"|>,c:None,user-id:{k:[true,None]}}<tool_call|>'
         "<|tool_call>call:f{}<tool_call|>",

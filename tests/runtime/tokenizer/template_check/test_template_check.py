@@ -173,6 +173,15 @@ def test_a_template_that_renders_the_first_call_only_refuses_several(child: Chat
     assert finding.code == "several-calls-refused" and "only the first" in template_message(finding)
 
 
+def test_calls_between_control_tokens_are_all_read(child: ChatTemplate) -> None:
+    """Gemma 4, Kimi K2 and Solar Open: a reply that is cut at such a token has one call less."""
+    begin = "<|tool_call_begin|>functions.{{ call.function.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+    source = GOOD.replace('<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{', f"{begin}{{{{")
+    source = source.replace("tojson }}}\n</tool_call>", "tojson }}<|tool_call_end|>")
+    assert source.count("<|tool_call") == 3
+    assert not list(check_tools(probe_of(child, source)))
+
+
 def test_turns_without_control_tokens_can_be_forged(child: ChatTemplate, tokenizer: Tokenizer) -> None:
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     assert not list(check_tokens(probe_of(child, turns, tokenizer)))
