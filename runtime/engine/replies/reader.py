@@ -120,7 +120,7 @@ class ReplyReader:
             calls = () if tools is None or tool_format is None else _call_marks(tokenizer, tool_format)
             marks, self._reasoning = [*marks, *reasoning.marks], ReasoningParser(prompt_end, reasoning, calls)
             self._opening = reasoning.open
-        self._recipient: "RecipientReader | None" = None
+        self._recipient: RecipientReader | None = None
         if tool_format is not None:
             if tool_format.recipient and (prompt_end or "").endswith(tool_format.recipient):
                 from mycli.runtime.tokenizer.parsing import recipient

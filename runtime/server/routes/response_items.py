@@ -38,7 +38,7 @@ class OutputItems:
 
     def add(self, piece: Piece) -> Iterator[Event]:
         """Add a piece and return its events."""
-        self._pending += piece.logprobs
+        self._pending += piece.logprobs[piece.reasoning_tokens :]  # reasoning comes before text
         if piece.reasoning:
             yield from self._grow("reasoning", piece.reasoning)
         for part in piece.parts:
@@ -53,7 +53,7 @@ class OutputItems:
             ids = {"id": self._ids.next(prefix), "call_id": self._ids.next("call_")}
             item = {"type": kind, **ids, "name": identity.name, **space}
             self._open = {**item, "input" if identity.custom else "arguments": "", "status": "in_progress"}
-            self._arguments = ""
+            self._arguments, self._pending = "", []
             yield "response.output_item.added", {"output_index": len(self._done), "item": {**self._open}}
         assert self._open is not None
         self._arguments += call.arguments
@@ -86,7 +86,7 @@ class OutputItems:
         if kind == "message":
             extra = {"logprobs": self._logprobs(self._pending)}
             part["logprobs"] = part["logprobs"] + extra["logprobs"]
-        self._pending = []
+            self._pending = []
         yield f"response.{_PARTS[kind]}.delta", {**self._place(), "delta": text, **extra}
 
     def close(self, status: str = "completed") -> Iterator[Event]:
