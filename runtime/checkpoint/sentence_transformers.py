@@ -44,7 +44,8 @@ class EmbeddingSpec:
     """Describes how the vector of a text is computed from its hidden states.
 
     pooling: modes whose vectors are joined; dense, normalize: applied after it, in this order; prompts: texts before
-    an input, by name; default_prompt: the prompt of inputs that name none; None for no prompt.
+    an input, by name; default_prompt: the prompt of inputs that name none; None for no prompt; max_tokens: of a text,
+    None for as many as the context holds.
     """
 
     pooling: tuple[PoolingMode, ...]
@@ -52,11 +53,16 @@ class EmbeddingSpec:
     normalize: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    max_tokens: int | None = None
 
     @property
     def needs_all(self) -> bool:
         """Whether the hidden states of all tokens are needed, not only of the last."""
         return self.pooling != ("last",)
+
+    def longest(self, context: int) -> int:
+        """Return the number of tokens of the longest text."""
+        return context if self.max_tokens is None else min(self.max_tokens, context)
 
     def size(self, hidden_size: int) -> int:
         """Return the number of values of a vector."""
@@ -107,9 +113,9 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
             raise ModelError(f"{path}: module {kind!r:.60} is not supported in place {position}")
     if not pooling:
         raise ModelError(f"{path}: has no Pooling module")
-    _check_inputs(folder / "sentence_bert_config.json")
+    longest = _max_tokens(folder / "sentence_bert_config.json")
     prompts, default = _prompts(folder / "config_sentence_transformers.json")
-    return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default)
+    return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default, longest)
 
 
 def _entries(path: Path) -> list[Fields]:
@@ -177,11 +183,13 @@ def _dense(folder: Path, width: int) -> DenseSpec:
     return DenseSpec(path, width, raw.integer("out_features", high=1 << 20), raw.boolean("bias", True), activation)
 
 
-def _check_inputs(path: Path) -> None:
+def _max_tokens(path: Path) -> int | None:
     raw = read_object(path) if path.is_file() else Fields({}, str(path))
     # With it the library renders every text by the chat template, as for Qwen3-VL-Embedding.
     if "message" in raw.object("modality_config").values:
         raise raw.fail("modality_config", "has 'message': texts within a chat template are not supported")
+    # E5-Mistral embeds 4,096 tokens of its 32,768. The library cuts longer texts without a word.
+    return raw.integer("max_seq_length") if raw.has("max_seq_length") else None
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, ContextError
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
 
@@ -53,11 +53,20 @@ def embedder_of(service: Service) -> Embedder:
 def embedding_ids(service: Service, text: str, prompt: str, truncate: bool, place: str) -> list[int]:
     """Return the token ids of a text with its prompt. Raises ApiError for a text that does not fit."""
     ids = [*service.text_prompt(prompt + text), *service.loaded.tokenizer.missing_eos]
-    if truncate and len(ids) > service.context:
+    longest = embedder_of(service).spec.longest(service.context)
+    if truncate and len(ids) > longest:
         # The last token stays: models that pool the last token are trained with the end token that the tokenizer adds.
-        ids = [*ids[: service.context - 1], ids[-1]]
-    service.check_fits(ids, None, place)
+        ids = [*ids[: longest - 1], ids[-1]]
+    check_text(service, ids, place)
     return ids
+
+
+def check_text(service: Service, ids: Sequence[int], place: str) -> None:
+    """Raise ApiError, with the token counts, for a text that is empty or too long for the model."""
+    service.check_fits(ids, None, place)
+    longest = embedder_of(service).spec.longest(service.context)
+    if len(ids) > longest:
+        raise ContextError(len(ids), None, longest, param=place, room=0)
 
 
 def vector_requests(embedder: Embedder, texts: Sequence[Sequence[int]], dimensions: int | None) -> list[Prepared]:

@@ -114,9 +114,13 @@ class OpenedModel:
         numbers: list[int] = []
         vectors: dict[int, Tensor] = {}
         states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
+        longest = embedder.spec.longest(self.engine.context)
         try:
             for number, text in enumerate(texts, first):
                 tokens = (*self.tokenizer.encode(before + text, add_special=True), *self.tokenizer.missing_eos)
+                if self.engine.context >= len(tokens) > longest:  # the engine refuses texts beyond its context
+                    cause = f"text {number}: {len(tokens)} tokens; the model embeds at most {longest}"
+                    raise UsageError(cause, "shorten the text")
                 try:
                     numbers.append(self.engine.submit(Request(tokens, limit=0, hidden_states=states)))
                 except UsageError as error:

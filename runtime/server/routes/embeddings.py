@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
 
-from mycli.runtime.server.embedding import embedder_of, embedding_ids, run_vectors, vector_requests
+from mycli.runtime.server.embedding import check_text, embedder_of, embedding_ids, run_vectors, vector_requests
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, TokenId
@@ -57,7 +57,7 @@ def _texts(service: Service, body: EmbeddingsRequest) -> list[Sequence[int]]:
             texts.append(embedding_ids(service, item, prompt, False, "input"))
         else:
             service.check_ids(item, "input")
-            service.check_fits(item, None, "input")
+            check_text(service, item, "input")
             texts.append(item)
     return texts
 

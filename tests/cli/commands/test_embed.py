@@ -1,6 +1,7 @@
 """Test `mycli embed`: texts from files and pipes, vectors as JSON lines and .npy."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_files_and_pipes_give_the_same_vectors(mycli: Mycli, model: Path, tmp_pa
     assert prompted.returncode == 0 and embedded(prompted.stdout).shape == embedded(spelled.stdout).shape
     cut = embedded(mycli(*common, "--dimensions", "8", input=TEXTS[0]).stdout)
     assert cut.shape == (1, 8)
+
+
+def test_a_text_that_is_too_long_for_the_model_is_refused_with_its_line(
+    mycli: Mycli, model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(model, folder)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
+    refused = mycli("embed", str(folder), "--device", "cpu", input="Hello\n" + "a " * 20)
+    assert refused.returncode == 2 and "text 2: 21 tokens; the model embeds at most 8" in refused.stderr
 
 
 def test_a_bidirectional_model_embeds_and_does_not_generate(mycli: Mycli, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_long_texts_are_cut_only_where_ollama_cuts_them(servers: dict[str, Serve
     assert answer.status == 200 and answer.json["prompt_eval_count"] == 512
     refused = servers["qwen3"].ask("POST", "/api/embed", {"model": "qwen3", "input": "a " * 600, "truncate": False})
     assert refused.status == 400
+
+
+def test_texts_end_at_the_length_that_the_model_declares(folders: dict[str, Path], tmp_path: Path) -> None:
+    """E5-Mistral declares 4,096 tokens of its context of 32,768: sentence-transformers cuts texts there."""
+    folder = tmp_path / "short"
+    shutil.copytree(folders["qwen3"], folder)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
+    with serving(*load_fp32(folder), ServerSettings(("short",))) as served:
+        for text in ("a " * 20, [5] * 20, ["a " * 20]):
+            refused = served.ask("POST", "/v1/embeddings", {"input": text})
+            assert refused.status == 400 and "maximum context length is 8 tokens" in refused.error["message"]
+        assert served.ask("POST", "/v1/embeddings", {"input": [5] * 8}).status == 200
+        cut = served.ask("POST", "/api/embed", {"model": "short", "input": "a " * 20})
+        assert cut.json["prompt_eval_count"] == 8
 
 
 def test_the_end_token_of_the_settings_follows_every_text(
