@@ -330,6 +330,7 @@ class Engine:
             scores=None if reason is None else state.choice_logits,
             numbers=state.sampler.numbers.taken,
             shortened=shortened,
+            prompt_tokens=min(sequence.table.length, sequence.prompt_length),
         )
         if self.speculator is not None and drafted:
             self.speculator.truncate(sequence.id, sequence.table.length)

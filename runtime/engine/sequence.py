@@ -144,7 +144,8 @@ class SequenceOutput:
     computed; cached_tokens: prompt tokens found in the cache; queued: seconds before the first pass; drafted, accepted:
     draft tokens of this step; error: set if the reason is "error"; hidden: [rows, hidden] and scores: [tokens], if
     requested, with the end of the sequence; numbers: random numbers that the sequence has taken so far; shortened: a
-    limit made the reply end under its grammar, so its reason is "length".
+    limit made the reply end under its grammar, so its reason is "length"; prompt_tokens: those computed or found in the
+    cache.
     """
 
     sequence: int
@@ -161,6 +162,7 @@ class SequenceOutput:
     scores: "Tensor | None" = None
     numbers: int = 0
     shortened: bool = False
+    prompt_tokens: int = 0
 
 
 class Status(Enum):

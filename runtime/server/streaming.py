@@ -87,6 +87,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.vector,
         last.refused,
         sum(piece.reasoning_tokens for piece in pieces),
+        max(piece.prompt_tokens for piece in pieces),
     )
 
 

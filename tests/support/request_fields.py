@@ -287,6 +287,8 @@ EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (TEXT, "use_beam_search"): (SERVED, True),
     (CHAT, "timings_per_token"): (SERVED, True),
     (TEXT, "timings_per_token"): (SERVED, True),
+    (CHAT, "return_progress"): (SERVED, True),
+    (TEXT, "return_progress"): (SERVED, True),
     (CHAT, "length_penalty"): (SERVED, 2.0),
     (TEXT, "length_penalty"): (SERVED, 2.0),
     (CHAT, "echo"): (REFUSED, True),

@@ -29,7 +29,8 @@ class Piece:
     parts: text, new calls and further parts of earlier calls, in the order of the output; tokens, logprobs: up to the
     token that completed a stop string; end: None while the reply continues; stop: the stop string that ended it;
     problem: the message if `end` is "error"; refused: the request itself is the cause; vector: of a text to embed, or
-    scores of tokens; reasoning_tokens: the number of `tokens` that are reasoning, its tags included.
+    scores of tokens; reasoning_tokens: the number of `tokens` that are reasoning, its tags included; prompt_tokens: as
+    in `SequenceOutput`.
     """
 
     index: int = 0
@@ -45,6 +46,7 @@ class Piece:
     vector: "Tensor | None" = None
     refused: bool = False
     reasoning_tokens: int = 0
+    prompt_tokens: int = 0
 
     @property
     def content(self) -> str:
@@ -170,6 +172,7 @@ class ReplyReader:
             "" if output.error is None else output.error.message,
             refused=isinstance(output.error, UsageError),
             reasoning_tokens=reasoning_tokens,
+            prompt_tokens=output.prompt_tokens,
         )
 
     @property

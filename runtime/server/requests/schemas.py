@@ -182,6 +182,13 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # of vLLM: the usage so far in every chunk
 
 
+class StreamFigures(Strict):
+    """Figures that a stream has in more events than the last, in the fields of llama.cpp."""
+
+    timings_per_token: bool | None = None  # the speed so far
+    return_progress: bool | None = None  # the number of prompt tokens that are computed, before the first token
+
+
 class Sampling(Strict):
     """Sampling settings and stop conditions; None: the model's default."""
 

@@ -23,6 +23,7 @@ from mycli.runtime.server.requests.schemas import (
     No,
     ReasoningOptions,
     Sampling,
+    StreamFigures,
     StreamOptions,
     ThinkingBudget,
     TokenLimit,
@@ -51,13 +52,12 @@ class ChatReasoning(ReasoningOptions):
     exclude: bool | None = None
 
 
-class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
+class ChatRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, ThinkingBudget):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     n: int | None = Field(None, ge=1, le=64)
     stream_options: StreamOptions | None = None
-    timings_per_token: bool | None = None  # of llama.cpp: the speed so far in every chunk
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     n_predict: TokenLimit | None = None  # of llama.cpp
@@ -164,10 +164,9 @@ class ChatRendering(OpenAIRendering):
     def __init__(self, service: Service, prepared: Prepared, body: ChatRequest, ids: ReplyIds) -> None:
         model = body.model or service.name
         head = {"id": ids.name, "created": ids.created, "model": model, "object": "chat.completion.chunk"}
-        super().__init__(prepared, head, body.stream_options, bool(body.timings_per_token))
+        super().__init__(prepared, head, body.stream_options, body)
         self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
-        self._replies = prepared.replies
         self._as_function = bool(body.functions)  # the older form, with one call
         self._shows_reasoning = body.shows_reasoning
 
@@ -177,6 +176,8 @@ class ChatRendering(OpenAIRendering):
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._count(piece)
+        empty = {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        yield from self._progress_events(piece, empty)
         delta: dict[str, Any] = {}
         if piece.reasoning and self._shows_reasoning:
             # vLLM renamed the field in 0.32: clients read one or the other.

@@ -21,6 +21,7 @@ from mycli.runtime.server.requests.schemas import (
     ForReply,
     LongText,
     Sampling,
+    StreamFigures,
     StreamOptions,
     TokenId,
 )
@@ -32,7 +33,7 @@ from mycli.runtime.server.streaming import Interface
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest(ForReply, Sampling, BeamFields, Constraints):
+class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -44,7 +45,6 @@ class CompletionRequest(ForReply, Sampling, BeamFields, Constraints):
     n: int | None = Field(None, ge=1, le=64)
     echo: bool | None = None
     stream_options: StreamOptions | None = None
-    timings_per_token: bool | None = None  # of llama.cpp: the speed so far in every chunk
     max_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # -1: the rest of the context, as in llama.cpp
     n_predict: int | None = Field(None, ge=-1, le=1 << 31)  # of llama.cpp
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -108,7 +108,7 @@ class TextRendering(OpenAIRendering):
         self._prompts = prepared.prompts
         model = body.model or service.name
         head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
-        super().__init__(prepared, head, body.stream_options, bool(body.timings_per_token))
+        super().__init__(prepared, head, body.stream_options, body)
         self._offsets = [0] * prepared.replies
         self._started = [False] * prepared.replies
 
@@ -117,6 +117,8 @@ class TextRendering(OpenAIRendering):
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._count(piece)
+        empty = {"index": piece.index, "text": "", "logprobs": None, "finish_reason": None}
+        yield from self._progress_events(piece, empty)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield self._choice_event(self._choice(piece))
 

@@ -9,7 +9,15 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import event
-from mycli.runtime.server.requests.schemas import CalledTool, ChatMessage, Content, ContentPart, StreamOptions, ToolSpec
+from mycli.runtime.server.requests.schemas import (
+    CalledTool,
+    ChatMessage,
+    Content,
+    ContentPart,
+    StreamFigures,
+    StreamOptions,
+    ToolSpec,
+)
 from mycli.runtime.server.service import Prepared
 from mycli.runtime.tokenizer.chat_template import Message, Role, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -154,14 +162,19 @@ class TokenCounts:
 class OpenAIRendering:
     """The chunks of OpenAI's chat and completions.
 
-    head: the fields that all chunks share; timed: every chunk of a begun reply has `timings`.
+    head: the fields that all chunks share; figures: those that more chunks than the last have.
     """
 
-    def __init__(self, prepared: Prepared, head: dict[str, Any], options: StreamOptions | None, timed: bool) -> None:
+    def __init__(
+        self, prepared: Prepared, head: dict[str, Any], options: StreamOptions | None, figures: StreamFigures
+    ) -> None:
         self._counts, self._head = TokenCounts(prepared.prompt_tokens), head
         self._figures, self._unfinished = prepared.figures, prepared.replies
         self._began, self._first = time.perf_counter(), 0.0
-        self._timed = timed
+        self._timed, self._shows_progress = bool(figures.timings_per_token), bool(figures.return_progress)
+        self._prompt_sizes = [len(prompt) for prompt in prepared.prompts]
+        self._replies = prepared.replies
+        self._progress = dict[int, int]()  # prompt tokens by reply
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_so_far = self._include_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -169,6 +182,17 @@ class OpenAIRendering:
         self._counts.add(piece)
         self._first = self._first or time.perf_counter()
         self._unfinished -= piece.end is not None
+
+    def _progress_events(self, piece: Piece, choice: dict[str, Any]) -> Iterable[bytes]:
+        if self._shows_progress and piece.prompt_tokens > self._progress.get(piece.index, 0):
+            self._progress[piece.index] = piece.prompt_tokens
+            progress = {
+                "total": self._prompt_sizes[piece.index * len(self._prompt_sizes) // self._replies],
+                "cache": piece.cached_tokens,
+                "processed": piece.prompt_tokens,
+                "time_ms": int((time.perf_counter() - self._began) * 1000),
+            }
+            yield event({**self._head, "choices": [choice], "prompt_progress": progress})
 
     def _choice_event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": self._counts.usage()} if self._usage_so_far else {}
