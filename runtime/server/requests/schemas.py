@@ -60,8 +60,8 @@ _MESSAGES: Mapping[str, str] = {  # by pydantic's error types; bounds in braces 
 
 
 def _false_only(value: Any) -> Any:
-    # Literal[False] compares with ==, which 0 passes.
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    # Literal[False] compares with ==, which 0 passes, and its message has Python's spelling.
+    if value is not False:
         raise ValueError("must be false")
     return value
 

@@ -155,6 +155,7 @@ def test_g13_g14_g18_what_cannot_be_is_refused_by_name(served: Served, name: str
         pytest.param({"messages": []}, "messages: must have 1 or more items", id="too-few"),
         pytest.param({"n": 0}, "n: must be at least 1", id="too-small"),
         pytest.param({"model": ""}, "model: must have 1 or more characters", id="too-short"),
+        pytest.param({"echo": True}, "echo: must be false", id="only-false"),
     ],
 )
 def test_g13_a_mistake_is_named_by_its_way_through_the_body(
