@@ -71,6 +71,19 @@ def _call(
     return (Region("tool_calls", start, end, content, arguments or {}, transform, transform_each=is_list),)
 
 
+def _invoke(mark: str) -> tuple[Region, ...]:
+    # An element for each argument, which says whether it is a text or JSON.
+    return _call(
+        pattern(rf'<{mark}invoke name="{_NAME}">', f"<{mark}invoke name="),
+        literal(f"</{mark}invoke>"),
+        "xml-inline",
+        {
+            "tag": (f'<{mark}parameter name="', '"', ">", f"</{mark}parameter>"),
+            "json_attribute": 'string="false"',
+        },
+    )
+
+
 _LFM = _call(literal("<|tool_call_start|>"), literal("<|tool_call_end|>"), "python-calls", transform=_EACH)
 HERMES = ToolFormat(
     "hermes",
@@ -110,21 +123,16 @@ TOOL_FORMATS = (
     ToolFormat(
         "deepseek-v3.2",
         ("DSML", "invoke name=", 'string="true|false"'),
-        tuple(
-            region
-            for space in ("", " ")  # V4.1 writes a space
-            for region in _call(
-                pattern(rf'<｜DSML｜{space}invoke name="{_NAME}">', f"<｜DSML｜{space}invoke name="),
-                literal(f"</｜DSML｜{space}invoke>"),
-                "xml-inline",
-                {
-                    "tag": (f'<｜DSML｜{space}parameter name="', '"', ">", f"</｜DSML｜{space}parameter>"),
-                    "json_attribute": 'string="false"',
-                },
-            )
-        ),
+        (*_invoke("｜DSML｜"), *_invoke("｜DSML｜ ")),  # V4.1 writes a space
         ignored=tuple(f"<{slash}｜DSML｜{name}>" for name in _DSML_SECTIONS for slash in ("", "/")),
         sections=tuple(f"<｜DSML｜{name}>" for name in _DSML_SECTIONS),
+    ),
+    ToolFormat(
+        "gigachat-3.5",
+        ('<｜GCML｜invoke name="', "<｜GCML｜tool_calls>"),
+        _invoke("｜GCML｜"),
+        ignored=("<｜GCML｜tool_calls>", "</｜GCML｜tool_calls>"),
+        sections=("<｜GCML｜tool_calls>",),
     ),
     ToolFormat(
         "minicpm-5",

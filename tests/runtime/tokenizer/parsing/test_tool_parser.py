@@ -100,6 +100,13 @@ WRITTEN: dict[str, tuple[str, list[Any]]] = {
         '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
         ["Hi", ("f", {"a": 1, "b": 'x > "y"', "e": {"k": [None]}}), ("f", {})],
     ),
+    "gigachat-3.5": (
+        'Hi\n\n<｜GCML｜tool_calls>\n<｜GCML｜invoke name="f">\n'
+        '<｜GCML｜parameter name="a" string="false">1</｜GCML｜parameter>\n'
+        '<｜GCML｜parameter name="b" string="true">x > "y"</｜GCML｜parameter>\n</｜GCML｜invoke>\n'
+        '<｜GCML｜invoke name="f">\n</｜GCML｜invoke>\n</｜GCML｜tool_calls>',
+        ["Hi", ("f", {"a": 1, "b": 'x > "y"'}), ("f", {})],
+    ),
     "minicpm-5": (
         'Hi\n<function name="f"><param name="a">1</param><param name="b"><![CDATA[x </param>\n <y>]]></param>'
         "<param name=\"d\">['p', 'q']</param></function>\n<function name=\"f\"></function>",
