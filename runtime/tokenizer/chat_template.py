@@ -301,8 +301,7 @@ class ChatTemplate:
                 if error.kind != "TypeError" or not called:
                     raise
                 # Functionary's template joins arguments with text, so they must be text, as in OpenAI's interface.
-                written = [[_with_written_arguments(message) for message in each["messages"]] for each in variables]
-                return self._texts(source, [{**variables[i], "messages": each} for i, each in enumerate(written)])
+                return self._texts(source, [_with_written_arguments(values) for values in variables])
         except WorkerError as error:
             if error.kind == "Refusal":
                 raise UsageError(
@@ -349,13 +348,18 @@ def _known_effort(source: str, arguments: Mapping[str, Any]) -> Mapping[str, Any
     return arguments
 
 
-def _with_written_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = message.get("tool_calls", ())
-    functions = [
-        {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-        for call in calls
+def _with_written_arguments(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    messages = [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in variables["messages"]
     ]
-    return {**message, "tool_calls": [{**call, "function": functions[i]} for i, call in enumerate(calls)]}
+    return {**variables, "messages": messages}
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
