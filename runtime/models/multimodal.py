@@ -43,6 +43,7 @@ TEXT_PARTS: dict[str, str] = {
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
+    "muse_glimmer": "muse_glimmer_text",
     "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",
     "qwen2_5_omni": "qwen2_5_omni_text",

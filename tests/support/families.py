@@ -17,6 +17,7 @@ from tests.support.expert_families import EXPERTS
 from tests.support.family_parts import MULTIPLIERS, SMALL
 from tests.support.latent_families import LATENT
 from tests.support.more_expert_families import MORE_EXPERTS
+from tests.support.muse_glimmer import MuseGlimmerText
 from tests.support.mxfp4 import save_mxfp4
 from tests.support.norm_families import NORMS
 from tests.support.pruned_layers import prune
@@ -30,8 +31,8 @@ CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite", "nemotron-nas": "llama"}
 # Keys that the reference needs and the published config lacks.
 REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
-# Text model classes that transformers registers only among those for images.
-UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
+# Text model classes that transformers registers only among those for images, or does not have.
+UNMAPPED: dict[str, Any] = {"mistral4": transformers.Mistral4ForCausalLM, "muse_glimmer_text": MuseGlimmerText}
 QUICK = tuple(
     {case for case in CASES if case not in LATER} | set({kind: case for case, (kind, _) in LATER.items()}.values())
 )
@@ -57,7 +58,7 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     config = transformers.AutoConfig.for_model(
         ALIASES.get(model_type, model_type), **deepcopy({**SMALL, **changes})
     )  # transformers writes into rope_parameters
-    loader = getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
+    loader = class_of(model_type)
     create = loader.from_config if loader is transformers.AutoModelForCausalLM else loader._from_config
     reference = create(config, attn_implementation="eager").float().eval()
     if model_type == "nemotron-nas":
@@ -92,7 +93,7 @@ def stored_name(model_type: str, name: str) -> str:
 
 
 def class_of(model_type: str) -> Any:
-    return getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
+    return UNMAPPED.get(model_type, transformers.AutoModelForCausalLM)
 
 
 def packed_weights(model: Transformer) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ _LAYER = {
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
+    "self_attn.gate_proj": "attn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -43,7 +44,7 @@ def _name(name: str, arch: str) -> str:
         return "output.weight"
     _, _, layer, rest = name.split(".", 3)
     part, _, kind = rest.rpartition(".")
-    names = {**_LAYER, **(_GEMMA if arch.startswith("gemma") else _AFTER if arch == "olmo2" else {})}
+    names = {**_LAYER, **(_GEMMA if arch.startswith(("gemma", "muse")) else _AFTER if arch == "olmo2" else {})}
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
@@ -103,9 +104,9 @@ def write_model(
     weights: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.float()
-        if arch in ("llama", "smollm3", "deci") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if arch in ("llama", "smollm3", "deci", "muse-glimmer") and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = _for_pairs(weight, len(weight) // head_dim)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch.startswith(("gemma", "muse")) and name.endswith("norm.weight" if "gemma" in arch else "layernorm.weight"):
             weight = weight + 1
         weights[_name(name, arch)] = weight
     for name, weight in (_fused(weights) if fused_qkv else weights).items():

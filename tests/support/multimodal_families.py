@@ -117,6 +117,13 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
         {"model_type": "qwen3_vl_moe", **QWEN_VISION, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "muse_glimmer": (
+        "muse_glimmer",
+        "muse_glimmer_text",
+        {**IDS, "head_dim": 16, "sliding_window": 7},
+        {**VISION, "pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4},
+        {"out_hidden_size": 64, "projector_hidden_size": 16},
+    ),
     "glm46v": (
         "glm46v",
         "glm4v_text",

@@ -63,10 +63,11 @@ def _request(name: str, folder: Path, variant: str) -> ExportRequest:
     return ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", variant, requantize=True)
 
 
-# llama.cpp b11434 has no architecture for them, or, as for nemotron-nas (deci), files are read alone.
+# llama.cpp b11434 has no architecture for them, or, as for nemotron-nas (deci) and muse_glimmer_text, files are read
+# alone.
 WITHOUT_ARCHITECTURE = {
     *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "mimo"),
-    *("ministral", "nanochat", "nemotron-nas", "olmo_hybrid", "vaultgemma"),
+    *("ministral", "muse_glimmer_text", "nanochat", "nemotron-nas", "olmo_hybrid", "vaultgemma"),
 }
 
 

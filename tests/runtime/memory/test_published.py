@@ -69,6 +69,7 @@ UNPUBLISHED = {
     "lfm3",
     "mellum",
     "ministral",
+    "muse_glimmer_text",
     "nanochat",
     "nemotron-nas",
     "olmo_hybrid",

@@ -167,6 +167,32 @@ def test_layers_without_attention_or_mlp_are_those_of_transformers(tmp_path: Pat
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("slides", [None, [True, False, True, True, False]], ids=["by-number", "by-pattern"])
+def test_gains_of_head_norms_hold_the_scale_of_queries(slides: list[bool] | None, tmp_path: Path) -> None:
+    """As conversion/muse_glimmer.py writes Muse Glimmer; llama.cpp rotates the layers with a window."""
+    types = None if slides is None else ["sliding_attention" if slide else "full_attention" for slide in slides]
+    bases = None if slides is None else [float(slide) for slide in slides]
+    changes = {"layer_types": types, "layer_rope_theta": bases, "attention_bias": slides is None}
+    model_type, small = CASES["muse_glimmer-window7"]
+    layers = 5 if slides else 4  # without a pattern, llama.cpp counts the layers from the first one
+    reference = make(tmp_path / "hf", model_type, {**small, **changes, "num_hidden_layers": layers})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    prefix = "muse-glimmer."
+    keys = {
+        **gguf_files.byte_tokenizer(config["vocab_size"]),
+        **{f"{prefix}attention.sliding_window": 7, f"{prefix}final_logit_softcapping": 3.0},
+        f"{prefix}logit_scale": config["output_multiplier"],
+        **({} if slides is None else {f"{prefix}attention.sliding_window_pattern": slides}),
+    }
+    gains = {"q": [config["qk_scale_factor"]] * 16, "k": [1.0] * 16}
+    extra = {f"blk.{index}.attn_{part}_norm.weight": gains[part] for index in range(layers) for part in "qk"}
+    gguf_files.write_model(tmp_path / "hf", tmp_path / "model.gguf", "muse-glimmer", "F32", config, keys, extra)
+    tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected = reference(tokens).logits
+    actual = whole(load_model(open_model_folder(tmp_path / "model.gguf"), CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def test_a_linear_layer_in_place_of_attention_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "hf", *CASES["nemotron-nas-every-kind"])
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
