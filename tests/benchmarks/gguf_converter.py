@@ -53,6 +53,7 @@ REASONS: dict[str, str] = {
     "qwen3_next-odd": "no tensor: MLPs between layers with experts",
     "smollm3-untied-window": "no key: no_rope_layers other than every fourth, windows",
     "ministral3-within-window": "no key: llama.cpp has no window in mistral3",
+    "muse_glimmer-no-window": "no key: rotation in layers with full attention, eps of the norms after a part",
     "olmoe-clip": "no key in olmoe: clip_qkv",
     "dots1-window": "no key: windows of dots1",
     "cohere2-untied": "no tensor: llama.cpp takes the embedding as the head",
@@ -207,8 +208,12 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["scoring_func"] = "sigmoid"  # the published configs set this, those of transformers do not
     if settings["model_type"] == "gemma4_unified_text":
         settings["moe_intermediate_size"] = None
-    if settings["model_type"] == "minicpm":
-        settings["architectures"] = ["MiniCPMForCausalLM"]
+    classes = {"minicpm": "MiniCPMForCausalLM", "exaone": "ExaoneForCausalLM"}
+    classes["muse_glimmer_text"] = "MuseGlimmerForConditionalGeneration"
+    if settings["model_type"] in classes:
+        settings["architectures"] = [classes[settings["model_type"]]]
+    if settings["model_type"] == "exaone":
+        settings["rms_norm_eps"] = settings["layer_norm_epsilon"]  # transformers gives it both names
     if settings["model_type"] == "afmoe":
         settings["route_norm"] = True
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):

@@ -49,6 +49,14 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    "exaone-llama3": (
+        "exaone",
+        scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+    ),
+    "exaone-mha-tied-biases": (
+        "exaone",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "mimo-hd24": ("mimo", {"head_dim": 24}),
     "olmo2-gqa4:2": ("olmo2", {**IDS}),
     "olmo2-mha-tied-biases": (

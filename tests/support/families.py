@@ -13,6 +13,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.dense_families import DENSE
+from tests.support.exaone import publish_exaone
 from tests.support.expert_families import EXPERTS
 from tests.support.family_parts import MULTIPLIERS, SMALL
 from tests.support.latent_families import LATENT
@@ -28,7 +29,7 @@ TOKENS = 40
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
-ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite", "nemotron-nas": "llama"}
+ALIASES = {"exaone": "llama", "kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite", "nemotron-nas": "llama"}
 # Keys that the reference needs and the published config lacks.
 REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
 # Text model classes that transformers registers only among those for images, or does not have.
@@ -71,6 +72,8 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     if model_type in ALIASES:
         saved = json.loads((folder / "config.json").read_text())
         saved = {key: value for key, value in saved.items() if key not in REFERENCE_KEYS.get(model_type, ())}
+        if model_type == "exaone":
+            saved = publish_exaone(folder / "model.safetensors", saved)
         (folder / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
     return reference
 

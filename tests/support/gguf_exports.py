@@ -178,6 +178,7 @@ NAMES = (
     "mellum-window7",
     "afmoe-window7",
     "afmoe-biases-tied",
+    "exaone-llama3",
     "laguna-heads-by-layer-window7",
     "laguna-value-gates-capped-tied-biases",
     "cohere2_moe-window7-tied-shared",

@@ -106,7 +106,9 @@ def write_model(
         weight = tensor.float()
         if arch in ("llama", "smollm3", "deci", "muse-glimmer") and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = _for_pairs(weight, len(weight) // head_dim)
-        if arch.startswith(("gemma", "muse")) and name.endswith("norm.weight" if "gemma" in arch else "layernorm.weight"):
+        if arch.startswith(("gemma", "muse")) and name.endswith(
+            "norm.weight" if "gemma" in arch else "layernorm.weight"
+        ):
             weight = weight + 1
         weights[_name(name, arch)] = weight
     for name, weight in (_fused(weights) if fused_qkv else weights).items():
