@@ -26,9 +26,10 @@ def trained_context(raw: Fields) -> int:
 def scaled_context(raw: Fields, scaling: RopeScaling) -> int:
     """Return the longest context of a model with this scaling of full attention."""
     trained = trained_context(raw)
-    if scaling.kind != "yarn":
+    if scaling.kind not in ("yarn", "dynamic"):
         return trained
-    # Qwen's model cards add yarn to config.json and leave max_position_embeddings as it was, as vLLM expects.
+    # Qwen's model cards add yarn to config.json and leave max_position_embeddings as it was, as vLLM expects. Dynamic
+    # scaling changes nothing within max_position_embeddings, so its factor can only be meant for longer contexts.
     return max(trained, int(scaling.original_context * scaling.factor))
 
 

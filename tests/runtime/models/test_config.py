@@ -159,9 +159,11 @@ def test_old_and_new_rope_keys_mean_the_same() -> None:
         (32768, "yarn", 4.0, 131072),  # Qwen2.5's
         (1000000, "yarn", 3.0, 1000000),  # Qwen3-VL's raises both
         (16384, "linear", 4.0, 16384),  # DeepSeek Coder's, which is scaled already
+        (32768, "dynamic", 2.0, 65536),  # whose frequencies change from the trained length on
+        (32768, "dynamic", 0.5, 32768),
     ],
 )
-def test_yarn_added_to_a_config_lengthens_the_context(trained: int, kind: str, factor: float, context: int) -> None:
+def test_scaling_added_to_a_config_lengthens_the_context(trained: int, kind: str, factor: float, context: int) -> None:
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32768}
     config = parse(max_position_embeddings=trained, rope_theta=1e6, rope_scaling=scaling)
     assert config.max_context == context

@@ -7,7 +7,6 @@ from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.tensor_rules import PAIRED_TENSORS, TensorRule
 from mycli.runtime.models.families.muse_glimmer_text import QK_NORM_GAINS
 
-
 _PATTERN = "attention.sliding_window_pattern"
 
 
