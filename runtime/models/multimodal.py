@@ -76,8 +76,9 @@ _SEPARATE: dict[Any, re.Pattern[str]] = {
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nemotron as published
 # Omni models: this part of the config has the section, and its tensors the prefix `thinker.`.
 _THINKER = "thinker_config"
-# Published before the text model had a section of its own: its keys are those of the outer config.
-_FLAT = ("qwen2_vl", "qwen2_5_vl")
+# Published before the text model had a section of its own, or converted to MLX without one: its keys are those of the
+# outer config.
+_FLAT = ("muse_glimmer", "qwen2_vl", "qwen2_5_vl")
 # Text models that differ from a plain family only in name or in M-RoPE, which rotates text as plain rope does: the
 # three positions of a token that is no image or video are equal.
 FAMILIES = {

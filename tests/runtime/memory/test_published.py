@@ -56,6 +56,7 @@ UNPUBLISHED = {
     "cohere2_moe",
     "diffllama",
     "doge",
+    "exaone",
     "flex_olmo",
     "flint",
     "granite_swa",

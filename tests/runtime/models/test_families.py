@@ -335,6 +335,30 @@ def test_the_mtp_head_of_mimo_is_not_read() -> None:
     assert "model.mtp_layers.0.input_proj.weight".startswith(config.ignored_prefixes)
 
 
+EXAONE = {"activation_function": "silu", "layer_norm_epsilon": 1e-5, "rope_theta": 1000000.0, "vocab_size": 102400}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tied", "parameters"),
+    [((2560, 7168, 30, 80), True, 2.405e9), ((4096, 14336, 32, 128), False, 7.818e9)],
+    ids=["2.4B", "7.8B"],
+)
+def test_exaone_has_as_many_parameters_as_published(sizes: tuple[int, ...], tied: bool, parameters: float) -> None:
+    names = ("hidden_size", "intermediate_size", "num_layers", "head_dim")
+    raw = {**EXAONE, **dict(zip(names, sizes, strict=True)), "num_attention_heads": 32, "num_key_value_heads": 8}
+    fields = {**raw, "model_type": "exaone", "tie_word_embeddings": tied, "max_position_embeddings": 32768}
+    assert parse_config(Fields(fields, "config.json")).parameters() == pytest.approx(parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("key", ["layer_norm_epsilon", "rope_theta"])
+def test_exaone_states_what_its_code_has_no_default_for(key: str) -> None:
+    fields = {**EXAONE, "model_type": "exaone", "num_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    fields |= {"intermediate_size": 88, "max_position_embeddings": 64}
+    parse_config(Fields(fields, "config.json"))
+    with pytest.raises(ModelError, match="rms_norm_eps" if "norm" in key else key):
+        parse_config(Fields({name: value for name, value in fields.items() if name != key}, "config.json"))
+
+
 def _block(attention: dict[str, Any], mlp: dict[str, Any]) -> dict[str, Any]:
     return {"attention": attention, "ffn": mlp}
 

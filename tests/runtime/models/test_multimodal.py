@@ -209,6 +209,21 @@ def test_nemotron_as_published(outer: str, tmp_path: Path) -> None:
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+def test_a_muse_glimmer_of_mlx_has_no_section(tmp_path: Path) -> None:
+    """As mlx-lm reads Muse Glimmer: the text model's keys in the outer config, its tensors without a prefix."""
+    reference = make_folder(tmp_path, "muse_glimmer")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw["text_config"], "model_type": "muse_glimmer"}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = {name: name.replace("model.language_model.", "model.") for name in tensors if "vision" not in name}
+    save_file({new: tensors[name] for name, new in names.items()}, tmp_path / "model.safetensors")
+    tokens = torch.randint(4, 90, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = reference(tokens).logits
+    actual = whole(load_model(open_model_folder(tmp_path), CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def test_internvl_by_its_first_code() -> None:
     raw = {"model_type": "internvl_chat", "llm_config": {"model_type": "qwen3", "hidden_size": 8}, "vision_config": {}}
     part = TextPart.from_config(Fields(raw, "config.json"))
