@@ -52,6 +52,37 @@ def test_a_sample_is_repeatable_and_has_tests() -> None:
     first, again = (sample(["runtime/tokenizer/parsing"], 5, seed=1) for _ in range(2))
     assert first == again and len({(fault.path, fault.line) for fault in first}) == 5
     for fault in first:
-        near, far = room_tests(fault.path)
+        near, far, _ = room_tests(fault.path)
         assert near or far
     assert sum(1 for _ in files([])) > 200
+
+
+def test_tests_of_a_file_are_its_room_and_what_lies_above_or_names_it_elsewhere(tmp_path: Path) -> None:
+    texts = {
+        "runtime/server/routes/test_chat.py": "",
+        "runtime/server/routes/test_other.py": "",
+        "runtime/server/test_agents.py": "",
+        "runtime/server/http/test_body.py": "",
+        "runtime/hub/test_names.py": "from mycli.runtime.server.routes.chat_log import lines\n",
+        "runtime/server/test_routes_chat.py": "",
+        "runtime/server/test_pages.py": "from mycli.runtime.server.routes import (\n    body,\n    chat,\n)\n",
+        "runtime/kernels/test_tables.py": "",
+        "quant/test_recipe.py": "from mycli.runtime.server.routes.chat import route\n",
+        "gpu/test_models.py": "from mycli.runtime.server.routes.chat import route\n",
+        "quant/test_export.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    near, far, outer = room_tests("runtime/server/routes/chat.py", tmp_path)
+    assert near == [
+        "tests/runtime/server/routes/test_chat.py",
+        "tests/runtime/server/test_routes_chat.py",
+        "tests/runtime/server/test_pages.py",
+    ]
+    assert far == ["tests/runtime/server/routes/test_other.py"]
+    assert outer == [
+        "tests/runtime/server/test_agents.py",
+        "tests/runtime/server/http/test_body.py",
+        "tests/quant/test_recipe.py",
+    ]

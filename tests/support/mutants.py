@@ -3,8 +3,8 @@
     python -m tests.support.mutants --count 20 --seed 1 --room runtime/hub
 
 A fault changes one operator, comparison, constant, `min`, sign or `and` in a copy of the checkout. The tests of the
-file's room run there, those that name the module first, until one fails that passes without the fault. A survivor is a
-fault that no test detects: a missing test, or a change without an effect.
+file's room run there, those that name the module first and those of the folders above last, until one fails that passes
+without the fault. A survivor is a fault that no test detects: a missing test, or a change without an effect.
 """
 
 import argparse
@@ -30,6 +30,7 @@ PARTS = ("runtime", "quant", "cli")
 SECONDS = 300  # of processor time for a run; more counts as detected, since the fault caused an endless loop
 # Without an effect that a room's tests could detect: messages, measurements, GPU code, programs shipped as data.
 SKIPPED = ("runtime/kernels/triton/", "runtime/pico/", "runtime/diagnostics/vllm_tp.py", "cli/serving/other_engines.py")
+NOT_RUN = ("tests/gpu/", "tests/ptx/")  # need a GPU, or take hours
 NEEDS_GPU = ("passes/cuda.py", "passes/device_loop.py", "passes/graphs.py", "passes/fused.py", "device/nvml.py")
 
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
@@ -196,21 +197,36 @@ def files(rooms: Sequence[str]) -> Iterator[str]:
                 yield name
 
 
-def room_tests(path: str, root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """Return the test files of a file's room: those that name the module, and the others."""
-    room = Path("tests") / Path(path).parent
-    while not (root / room).is_dir():
-        room = room.parent
-    module, stem = "mycli." + path.removesuffix(".py").replace("/", "."), Path(path).stem
-    near, far = [], []
-    for test in sorted((root / "tests" / Path(path).parts[0]).rglob("test_*.py")):
-        text, name = test.read_text(encoding="utf-8"), test.relative_to(root)
-        names_it = re.search(rf"\b{re.escape(module)}\b", text) or test.stem == f"test_{stem}"
-        if names_it or re.search(rf"from {re.escape(module.rpartition('.')[0])} import .*\b{stem}\b", text):
-            near.append(name.as_posix())
-        elif name.is_relative_to(room):
-            far.append(name.as_posix())
-    return sorted(near, key=lambda test: not test.endswith(f"test_{stem}.py")), far
+def room_tests(path: str, root: Path = ROOT) -> list[list[str]]:
+    """Return the test files of a file in groups: those that name it, the others of its room, and those further away.
+
+    Further away are the tests of the folders above that have tests of their own, and those of other parts that name it.
+    """
+    part, stem, parts = Path(path).parts[0], Path(path).stem, Path(path).with_suffix("").parts
+    module, package = ".".join(("mycli", *parts)), ".".join(("mycli", *parts[:-1]))
+    # tests/runtime/kernels/test_cpu_table.py is the test of runtime/kernels/cpu/table.py.
+    mirrors = {f"test_{'_'.join(parts[start:])}" for start in range(1, len(parts))}
+    names_it = re.compile(
+        rf"\b{re.escape(module)}\b|^from {re.escape(package)} import (\([^)]*|.*)\b{stem}\b", re.MULTILINE
+    )
+    above = [folder for folder in (root / "tests" / path).parents if folder.is_relative_to(root / "tests" / part)]
+    room = next(folder for folder in above if folder.is_dir())
+    rooms_above = [folder for folder in above if folder != room and any(folder.glob("test_*.py"))]
+    near, far, outer = [], [], []
+    for test in sorted((root / "tests").glob("*/**/test_*.py")):
+        own_part, name = test.is_relative_to(above[-1]), test.relative_to(root).as_posix()
+        named = test.stem in mirrors or names_it.search(test.read_text(encoding="utf-8"))
+        if own_part and named:
+            near.append(name)
+        elif test.is_relative_to(room):
+            far.append(name)
+        elif any(test.is_relative_to(folder) for folder in rooms_above) or (named and not name.startswith(NOT_RUN)):
+            outer.append(name)
+    near.sort(key=lambda test: Path(test).stem not in mirrors)
+    # The rooms above in this order: tests that lie in them, then their other rooms, then other parts.
+    folders = [folder.relative_to(root).as_posix() for folder in rooms_above]
+    outer.sort(key=lambda test: (not test.startswith(f"tests/{part}/"), Path(test).parent.as_posix() not in folders))
+    return [near, far, outer]
 
 
 def copy_checkout(target: Path) -> None:
@@ -257,8 +273,9 @@ class Runner:
 
     def noticed_by(self, fault: Fault, *, near_only: bool = False) -> str:
         """Plant `fault`, return the test that detects it, and remove it again; "" if it survives."""
-        near, far = room_tests(fault.path, self._copy)
-        for tests in (near or far, [] if near_only or not near else far):
+        near, far, outer = room_tests(fault.path, self._copy)
+        # One file a run: all of them would take longer than a run may, which counts as detected.
+        for tests in ([test] for test in (near or far if near_only else [*near, *far, *outer])):
             while failed := self._failure_with(fault, tests):
                 if not failed.startswith("tests/") or not self.first_failure([failed]):
                     return failed
