@@ -160,6 +160,8 @@ def test_the_end_of_the_server_ends_its_models(environment: dict[str, str], mycl
         status, answer = complete(port, "other")
         assert status == 200 and answer["model"] == "other"
         assert ask(port, "/tokenize", {"prompt": "a"})[1]["max_model_len"] == 256
+        (listed,) = json.loads(mycli("ps", "--json").stdout)["servers"]
+        assert listed["context"] == 2048  # pico-draft has the longest
         workers = children(router.pid)
         assert "first is unloaded" in mycli("stop", "first").stdout
         router.send_signal(signal.SIGTERM)
