@@ -129,7 +129,7 @@ class ElementStream(CallStream):
         begin, end = self.end, limit if self._loose else len(text)
         for mark in self._holds:
             at = text.find(mark, begin, end)
-            lengths = range(min(len(mark) - 1, end - begin), 0, -1)
+            lengths = range(len(mark) - 1, 0, -1)
             end = at if at >= 0 else end - next((n for n in lengths if text.endswith(mark[:n], begin, end)), 0)
         return end - text.endswith("\n", begin, end)
 

@@ -29,6 +29,7 @@ DECLARED: dict[str, Any] = {
 }
 TEXTS = [
     "Hi <call name=f>{a:1,b:<s>x:y,z</s>}</call>",
+    '<call name=f>{"a": 1,b:<s>x</s>}</call>',
     '<call name=f>{"a": 1}</call><call name=g>{}</call>',
     "no call",
 ]
@@ -58,6 +59,25 @@ def test_declared_elements_are_read_as_transformers_reads_them() -> None:
     form = declared_tool_format(read_response_template(Fields(spec, "t")))
     assert form is not None
     assert parse(form, text, 3) == [("f", theirs["tool_calls"][0]["function"]["arguments"])]
+
+
+@pytest.mark.parametrize(
+    ("body", "calls"),
+    [
+        ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]', [("f", {}), ("g", {"a": 1})]),
+        ("[]", []),
+        ('[{"name": "f", "arguments": {}}, 3]', None),
+        ('{"name": "f", "arguments": {}}', None),
+    ],
+    ids=["two", "none", "not-an-object", "not-a-list"],
+)
+def test_a_list_of_calls_is_one_of_objects(body: str, calls: list[Any] | None) -> None:
+    transform = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+    field = {"open": "<calls>", "close": "</calls>", "content": "json", "transform": transform, "transform_each": True}
+    form = declared_tool_format(read_response_template(Fields({"fields": {"tool_calls": field}}, "t")))
+    assert form is not None
+    text = f"<calls>{body}</calls>"
+    assert parse(form, text, 1000) == ([text] if calls is None else calls)
 
 
 @pytest.mark.parametrize(
