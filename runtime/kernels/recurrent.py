@@ -43,7 +43,7 @@ class DeviceRuns:
     starts: Tensor
     slots: Tensor
     counts: Tensor
-    advances: bool = True
+    advances: bool
 
     def run(
         self,

@@ -20,7 +20,7 @@ from mycli.runtime.memory.estimate import (
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.graphs import padded_sequences, padded_tokens
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
-from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
+from mycli.runtime.memory.weights import embedding_bytes, head_bytes, weight_bytes
 from mycli.runtime.memory.workspace import dense_cache_bytes, mask_bytes, pass_values
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -140,6 +140,15 @@ def test_chunked_attention_bounds_what_is_read() -> None:
     read = bytes_per_step(model, 131072) - bytes_per_step(model, 0)
     assert read == token * (36 * 8192 + 12 * 131072)
     assert bytes_per_step(model, 100) - bytes_per_step(model, 0) == token * 48 * 100
+
+
+def test_of_per_layer_inputs_a_row_of_each_sequence_is_read_and_the_projections_whole() -> None:
+    """Gemma 3n E2B: 30 layers of 256 inputs, a projection to them, and six square ones of its parallel streams."""
+    for batch in (1, 4):
+        model = plan("gemma-3n-E2B", INT4, batch=batch)
+        projections = 30 * 256 * 2048 + 6 * 2048 * 2048
+        outside = bytes_per_step(model, 0) - weight_bytes(model) - head_bytes(model)
+        assert outside == 2 * (batch * 30 * 256 + projections)
 
 
 def test_a_sliding_window_bounds_what_is_read_not_what_is_held() -> None:
