@@ -1,6 +1,7 @@
 """Test which tool results and inputs an edit leaves out of a conversation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,24 @@ def test_the_last_results_are_kept() -> None:
 )
 def test_nothing_is_cleared_below_a_limit(settings: Any) -> None:
     assert edited(*"abcde", **settings)[::2] == ([True] * 5, None)
+
+
+def test_limits_are_exact() -> None:
+    tokens, saved = count(conversation(*"ab")), edited(*"ab", trigger=SMALL, keep=ONE)[2]["cleared_input_tokens"]
+    for trigger, least, clears in ((tokens - 1, saved, True), (tokens, saved, False), (tokens - 1, saved + 1, False)):
+        settings = {
+            "trigger": {"type": "input_tokens", "value": trigger},
+            "clear_at_least": {"type": "input_tokens", "value": least},
+        }
+        assert (edited(*"ab", keep=ONE, **settings)[2] is not None) == clears
+
+
+def test_a_result_shorter_than_the_note_that_replaces_it_stays() -> None:
+    edit = ToolUsesEdit.model_validate({"type": "clear_tool_uses_20250919", "trigger": SMALL, "keep": ONE})
+    short = [
+        replace(message, content="42") if message.tool_call_id == "c0" else message for message in conversation(*"ab")
+    ]
+    assert clear_tool_uses(short, edit, count) == (short, None)
 
 
 def test_a_number_of_calls_may_be_the_limit() -> None:
