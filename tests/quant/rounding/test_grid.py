@@ -67,6 +67,16 @@ def test_search_is_as_good_as_trying_everything(bits: int, group: int, weighted:
     assert errors.sum().item() <= allowed * reference.sum()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_outlier_on_the_shorter_side_is_clipped_where_that_loses_less(sign: int) -> None:
+    levels = torch.arange(32).remainder(8).sub(4).float()  # those of a scale of 1
+    weight = sign * torch.where(torch.arange(32) == 5, 4.4, levels)
+    grid = Grid(Packing(3, 32), torch.float32)
+    quantized = solve(weight[None], grid)
+    assert sign * float(quantized.scales) > 0
+    assert float(group_errors(weight[None], quantized, grid)) < 1.5**2
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [*GROUP_SIZES, None])
 @pytest.mark.parametrize("bits", BITS)

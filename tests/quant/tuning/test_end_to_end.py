@@ -9,8 +9,10 @@ from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.output.model_card import Tuning
 from mycli.quant.output.work_folder import Solved
 from mycli.quant.pipeline import code_notes, quantize
+from mycli.quant.planning.memory import BATCH
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
@@ -99,6 +101,20 @@ def test_few_windows_change_no_codes_which_a_note_says() -> None:
     blocks, tuned = tune(few, codes=True)
     for before, after in zip(blocks, tuned.blocks, strict=False):
         assert all(torch.equal(linear.codes, after.linears[name].codes) for name, linear in before.linears.items())
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 24, BATCH), (3 * 24 * 4096, 3), (1, 1)])
+def test_logits_bound_the_windows_at_once(limit: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def train(rates: object, loss: object, windows: int, at_once: int, *_: object) -> Tuning:
+        counts.append(at_once)
+        return Tuning(1.0, 1.0)
+
+    monkeypatch.setattr(tuning, "LOGITS_AT_ONCE", limit)
+    monkeypatch.setattr(tuning, "train", train)
+    tune()
+    assert counts == [expected]
 
 
 def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

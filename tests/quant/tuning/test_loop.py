@@ -1,10 +1,14 @@
 """The training loop: reproducible bit for bit; returns the best iterate on held-out windows, or nothing."""
 
+import math
+
+import pytest
 import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
-from mycli.quant.tuning.loop import train
+from mycli.quant.planning.memory import BATCH
+from mycli.quant.tuning.loop import count_steps, train
 
 CPU = torch.device("cpu")
 WINDOWS = 2 * HELD_OUT_EVERY
@@ -56,6 +60,23 @@ def test_the_best_iterate_is_kept_not_the_last() -> None:
     points[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] = 0.3  # on the way to the others
     leaf, before, after = run(points)
     assert after < before and float((leaf - 0.3).abs().max()) < 0.3
+
+
+def test_rates_fall_along_half_a_cosine() -> None:
+    leaf = torch.zeros(1, requires_grad=True)
+    steps: list[float] = []
+
+    def loss(rows: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            steps.append(float(leaf.detach()))
+        return 1000 - leaf.sum()  # of constant slope: Adam moves by the rate
+
+    train([([leaf], 0.01)], loss, WINDOWS, BATCH, 8, 0, CPU)
+    moves = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    count = count_steps(WINDOWS, 8)
+    assert len(steps) == count > 8
+    expected = [0.01 * (1 + math.cos(math.pi * step / count)) / 2 for step in range(count - 1)]
+    assert moves == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_loss_of_zero_is_left_alone() -> None:
