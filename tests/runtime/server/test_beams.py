@@ -35,6 +35,13 @@ def test_equal_prompts_have_searches_of_their_own(served: Served) -> None:
     assert texts(both) == texts(one) * 2
 
 
+def test_a_search_without_a_limit_has_the_room_that_there_is(served: Served) -> None:
+    limited = served.ask("POST", "/v1/completions", {**TEXT, "n": 8, "max_tokens": 490})
+    assert limited.status == 400 and "8 beams of 490 tokens" in limited.error["message"]
+    answer = served.ask("POST", "/v1/completions", {**TEXT, "n": 8, "max_tokens": -1})
+    assert answer.status == 200 and len(set(texts(answer))) == 8
+
+
 def test_penalties_and_streams(served: Served) -> None:
     short, long = (
         served.chat(use_beam_search=True, n=3, max_tokens=40, length_penalty=penalty, early_stopping="never")

@@ -83,6 +83,11 @@ def test_s3_prompts_are_counted_before_they_are_tokenized(served: Served, monkey
         assert answer.status == 400 and "at most" in answer.error["message"]
 
 
+def test_as_many_prompts_as_a_request_may_have(served: Served) -> None:
+    answer = served.ask("POST", "/v1/completions", {"prompt": ["a"] * 64, "max_tokens": 1})
+    assert answer.status == 200 and len(answer.json["choices"]) == 64
+
+
 def formatted(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
 

@@ -249,13 +249,16 @@ def test_every_protocol_counts_tokens_alike(served: Served, stream: bool) -> Non
         answer = served.ask("POST", f"/v1/{route}", body)
         last = answer.events[-2 if route == "messages" else -1] if stream else answer.json
         counts[route] = last.get("response", last)["usage"]
+        if route == "chat/completions":
+            timings = last["timings"]
     chat, plain, message, response = counts.values()
     prompt, cached = chat["prompt_tokens"], chat["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < prompt and chat["completion_tokens"] == 3 and chat["total_tokens"] == prompt + 3
+    assert (timings["prompt_n"], timings["cache_n"]) == (prompt - cached, cached)
     once = len(served.service.text_prompt(text))
     assert plain["prompt_tokens"] == 2 * once and plain["completion_tokens"] == 6
     assert message["input_tokens"] == prompt - cached and message["cache_read_input_tokens"] == cached
-    assert response["input_tokens"] == prompt and response["input_tokens_details"]["cached_tokens"] == cached
+    assert response["input_tokens"] == prompt and response["input_tokens_details"] == {"cached_tokens": cached, "cache_write_tokens": 0}
     assert message["output_tokens"] == response["output_tokens"] == 3 and response["total_tokens"] == prompt + 3
 
 
