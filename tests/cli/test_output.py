@@ -238,6 +238,16 @@ def test_a_table_too_wide_for_the_terminal_is_cards(columns: int, monkeypatch: p
         assert out.getvalue() == "model a-model-of-a-name\n  size   5.00 GiB\n  speed  12.3 t/s\n"
 
 
+def test_a_narrow_terminal_shows_the_columns_that_fit_and_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    out, err = streams(terminal=True)
+    record = {"model": "a-model", "size": "5.00 GiB", "folder": "/a/long/path/to/it", "speed": "12.3 t/s"}
+    columns = [Column(name, name, priority=place) for place, name in enumerate(record)]
+    Output(stdout=out, stderr=err).table([record], columns)
+    assert out.getvalue().splitlines()[0].split() == ["|", "model", "|", "size", "|"]
+    assert " ".join(err.getvalue().split()) == "(a wider terminal, or a pipe, also shows: folder, speed)"
+
+
 @pytest.mark.parametrize(("columns", "whole"), [(27, True), (26, False)])
 def test_a_table_as_wide_as_the_terminal_is_shown_whole(
     columns: int, whole: bool, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,26 @@ def test_two_chats_on_one_file_lose_nothing(chat: Chat, tmp_path: Path) -> None:
         assert kept.turns == chat.conversation.turns
 
 
+def test_save_with_a_name_leaves_the_file_of_the_session(chat: Chat, tmp_path: Path) -> None:
+    commands = SlashCommands(chat)
+    chat.session_file = SessionFile(tmp_path / "session.json")
+    chat.conversation.turns += [Message("user", "a"), Message("assistant", "b")]
+    commands.handle(f"/save {tmp_path / 'mine.json'}")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    commands.handle("/save")
+    assert (tmp_path / "session.json").is_file()
+
+
+def test_tab_completes_commands_settings_and_files(chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = SlashCommands(chat)
+    (tmp_path / "notes.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert commands.complete("/sa") == ["/save "] and "/set " in commands.complete("/")
+    assert commands.complete("/set t") == ["top_k ", "temperature ", "top_p ", "think "]
+    assert commands.complete("/set think ") == commands.complete("/show ") == []
+    assert [path.strip() for path in commands.complete("/read no")] == ["notes.txt"]
+
+
 @pytest.mark.parametrize(
     ("editors", "answered"),
     [

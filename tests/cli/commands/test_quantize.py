@@ -45,6 +45,14 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+def test_gguf_is_one_file_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("quantize", "pico", "--format", "gguf", "-o", str(tmp_path / "pico.gguf"), "--dry-run")
+    code, out, _ = call(capsys, *command)
+    assert code == 0 and "pico.gguf" in out
+    code, _, err = call(capsys, *command, "--sweep", "bits=4,2")
+    assert code == 2 and "--sweep excludes GGUF" in err
+
+
 def test_default_name_card_and_round_trip(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--samples", "8", "--seq", "128")
     folder = data_dir / "models" / "pico-gptq-int4-g128"

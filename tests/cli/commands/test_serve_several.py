@@ -209,6 +209,18 @@ def test_only_downloaded_models_can_be_removed_by_clients(
     assert catalog.routed_model(ModelRequest("name", source, {}), "0", {}).removable == removable
 
 
+def test_a_model_is_pinned_by_its_settings_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Catalog, "_plan", lambda *_: (64, 1 << 20, None))
+    call = Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True)
+    catalog = Catalog(call, AddressFlags(), SeveralModelsFlags(pinned=["org/named"]), (), tmp_path)
+    for name, settings, pinned in (
+        ("named", {}, True),
+        ("set", {"pin": True}, True),
+        ("neither", {"pin": False}, False),
+    ):
+        assert catalog.routed_model(ModelRequest(name, "pico", settings), "0", {}).pinned is pinned
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,6 +8,7 @@ from mycli.runtime.device.probe import Target
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB
 from tests.support.paths import PICO
 
@@ -42,6 +43,16 @@ def test_the_weights_are_named_by_their_packings_or_their_dtype() -> None:
     plans = [replace(plan, packings=mixed), replace(plan, packings=names), replace(plan, dtype="float16"), plan]
     found = [EstimateSubject("pico", folder, each, target, PackingScheme()).scheme_name for each in plans]
     assert found == [f"int4-g64+{Packing(8, None).name}", "int4-g64", "float16", folder.config.dtype]
+
+
+def test_a_copy_for_prompts_is_named_by_its_width() -> None:
+    folder = open_model_folder(PICO)
+    packed = MemoryPlan(folder.config, {linear.name: Packing(4, 64) for linear in folder.config.linears()}, gpu=True)
+    kinds: dict[PromptCopy, str] = {"none": "int4-g64)", "fp8": "for an 8-bit copy)", "16bit": "for a 16-bit copy)"}
+    for kind, end in kinds.items():
+        plan = replace(packed, prompt_copy=kind)
+        subject = EstimateSubject("pico", folder, plan, Target("cuda", "GPU", True, GIB), PackingScheme())
+        assert dict(estimate_rows(subject, estimate_json(subject, None)))["weights"].endswith(end)
 
 
 def test_the_cache_of_a_token_does_not_depend_on_the_context() -> None:
