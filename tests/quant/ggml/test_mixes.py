@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from mycli.quant.ggml.mixes import GGUF_EMBEDDING, GGUF_HEAD, MIXES, ModelShape, choose_types
-from mycli.quant.ggml.plan import model_shape, quantized_names
+from mycli.quant.ggml.plan import kind_bytes, model_shape, quantized_names
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
@@ -249,3 +249,9 @@ def test_queries_per_key_are_those_of_the_first_layer(name: str, queries: int) -
     """LFM2 has a convolution there. The counts of heads are what the file says: a number, or one for each layer."""
     config = published(name)
     assert model_shape(config, written_architecture(config)).queries_per_key == queries
+
+
+def test_a_tensor_has_the_bytes_of_its_type() -> None:
+    for kind in ("F32", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ2_XXS"):
+        block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        assert kind_bytes((3, 512), kind) == 3 * (512 // block) * nbytes

@@ -90,3 +90,11 @@ def test_texts_within_a_chat_template_are_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps({"modality_config": {"text": text, "message": {**text, "format": "structured"}}}))
     with pytest.raises(ModelError, match=r"sentence_bert_config\.json: modality_config has 'message'"):
         read_embedding_spec(tmp_path, 8)
+
+
+@pytest.mark.parametrize("path", ["..", ".", "", "../1_Pooling", "/etc", ".hidden", "a/b"])
+def test_a_module_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    modules = [("Transformer", ""), ("Pooling", path)]
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": TYPES + kind, "path": name} for kind, name in modules]))
+    with pytest.raises(ModelError, match="is not a folder of the model"):
+        read_embedding_spec(tmp_path, 8)
