@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mycli.quant.ggml import types
 from mycli.quant.ggml.block_type import Multiples
+from mycli.quant.ggml.search import _least_squares
 from mycli.quant.ggml.solve import _SuperBlock, factor_for, round_blocks, solve
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 
@@ -89,3 +90,14 @@ def test_a_curvature_that_rounding_made_negative_moves_no_scale() -> None:
     )
     part.move()
     assert not part.shifts.any() and (factors == 0.01).all() and (multiples == 5).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
+def test_a_refit_recovers_the_scales_and_minima_of_its_levels(kind: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    levels = torch.randint(0, 16, (3, 4, 32), generator=random).float()
+    scales, minima = (torch.rand(3, 4, generator=random) + 0.5 for _ in range(2))
+    groups = levels * scales.unsqueeze(-1) - minima.unsqueeze(-1)
+    weights = torch.rand(3, 4, 32, generator=random) + 0.1
+    found = _least_squares(groups, levels, weights, types.load(kind))
+    torch.testing.assert_close(found, (scales, minima), rtol=1e-3, atol=1e-4)
