@@ -135,6 +135,12 @@ def test_the_same_bytes_little_disk_after_kills(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
+def test_without_a_folder_the_copy_has_the_name_of_the_model(server: HubServer, tmp_path: Path) -> None:
+    done = run_here(("pull", f"{REPO}@main", *RTN), environment_of(server, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [f"{REPO.rpartition('/')[2]}-rtn-int4-g64"]
+
+
 def weight_bytes(server: HubServer, start: int = 0) -> int:
     """Return the bytes of weights that were asked for since the request `start`."""
     asked = (request.headers.get("Range") for request in server.log[start:] if request.host == "storage")
