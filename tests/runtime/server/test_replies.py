@@ -258,7 +258,8 @@ def test_every_protocol_counts_tokens_alike(served: Served, stream: bool) -> Non
     once = len(served.service.text_prompt(text))
     assert plain["prompt_tokens"] == 2 * once and plain["completion_tokens"] == 6
     assert message["input_tokens"] == prompt - cached and message["cache_read_input_tokens"] == cached
-    assert response["input_tokens"] == prompt and response["input_tokens_details"] == {"cached_tokens": cached, "cache_write_tokens": 0}
+    details = {"cached_tokens": cached, "cache_write_tokens": 0}
+    assert response["input_tokens"] == prompt and response["input_tokens_details"] == details
     assert message["output_tokens"] == response["output_tokens"] == 3 and response["total_tokens"] == prompt + 3
 
 
