@@ -15,6 +15,7 @@ class SourceWeights:
     """Reads a folder's tensors dense. Raises ModelError if the files and the config disagree."""
 
     def __init__(self, folder: ModelFolder, dtype: torch.dtype | None = None) -> None:
+        folder.require_merged()
         # dtype: of tensors stored in blocks that are not products, such as an embedding; None: the config's.
         self.checkpoint = folder.checkpoint(dtype=dtype)
         self._packings, self._dtype = folder.packings, torch_dtype(folder.config.dtype)

@@ -107,7 +107,9 @@ def estimate_json(subject: EstimateSubject, ranks: int | None) -> dict[str, Any]
             "ceiling_tokens_per_second_without_hits": slowest,
         }
     if (adapter := subject.folder.adapter) is not None:
-        answer["adapter"] = {"merged": len(adapter.added) + len(adapter.replaced), "file_bytes": adapter.nbytes}
+        held = plan.adapter_values * plan.value_bytes
+        merged = len(adapter.added) + len(adapter.replaced) - len(subject.folder.unmerged)
+        answer["adapter"] = {"merged": merged, "bytes": held, "file_bytes": adapter.nbytes}
     if (more := _more_gpus(subject)) is not None:
         answer["more_gpus"] = more
     if ranks is not None:
@@ -147,7 +149,9 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
         rows.append(("experts", experts_in_memory(plan)))
     if (adapter := subject.folder.adapter) is not None:
         size = f"{len(adapter.added)} weights changed, {human_bytes(adapter.nbytes)} read"
-        rows.append(("adapter", f"0 bytes  (merged into the weights: {size})"))
+        held = plan.adapter_values * plan.value_bytes
+        place = "next to packed weights" if held else "merged into the weights"
+        rows.append(("adapter", f"{human_bytes(held)}  ({place}: {size})"))
     rows += [
         ("embeddings and head", f"{human_bytes(nbytes['embeddings_and_head'])}  ({tied or answer['head']})"),
         ("KV cache", f"{human_bytes(nbytes['cache'])}  ({cache})"),

@@ -23,6 +23,7 @@ class Weights:
     """Reads the tensors of a folder by name. Raises ModelError if files and config disagree."""
 
     def __init__(self, folder: ModelFolder) -> None:
+        folder.require_merged()
         self.checkpoint = folder.checkpoint()
         self._config, self._dtype = folder.config, folder.config.dtype
         self._stored: Mapping[str, Packing] = folder.packings

@@ -40,6 +40,10 @@ class LowRank:
     scale: float
     magnitude: str | None = None
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+
 
 @dataclass(frozen=True)
 class Adapter:

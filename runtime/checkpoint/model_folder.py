@@ -7,6 +7,7 @@ checkpoint is opened.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -29,7 +30,7 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:  # describing a model needs none of these
     import torch
 
-    from mycli.runtime.checkpoint.adapter import Adapter
+    from mycli.runtime.checkpoint.adapter import Adapter, LowRank
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, ScoreSpec
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
@@ -73,7 +74,7 @@ class ModelFolder:
     config_only: bool  # no file but config.json is available
     headers: Headers | None = None  # tensors of a remote model, if known
     part: TextPart | MtpPart | None = None  # the part of the folder that is read
-    adapter: "Adapter | None" = None  # merged into the weights as they are read
+    adapter: "Adapter | None" = None  # merged into dense weights as they are read
     file_manifest: Manifest | None = None  # the tensors of the files, if they are read already
 
     @classmethod
@@ -229,21 +230,50 @@ class ModelFolder:
             return checkpoint
         from mycli.runtime.checkpoint.reader import MergedCheckpoint
 
-        return MergedCheckpoint(checkpoint, self.adapter, allow_nonfinite=allow_nonfinite)
+        packed = {f"{name}.weight" for name in self.packings}
+        return MergedCheckpoint(checkpoint, self.adapter, packed, allow_nonfinite=allow_nonfinite)
 
     def with_adapter(self, name: str, path: Path) -> Self:
-        """Return this model with a LoRA adapter in the folder `path` merged into its weights as they are read.
+        """Return this model with the LoRA adapter in the folder `path`.
 
-        Raises ModelError for a quantized model, and what `Adapter.open` raises.
+        It is merged into dense weights as they are read, and computed next to packed ones. Raises ModelError for an
+        adapter that replaces packed weights, and what `Adapter.open` raises.
         """
-        if self.packings:
-            schemes = "+".join(sorted({packing.name for packing in self.packings.values()}))
-            raise ModelError(
-                f"the weights are quantized ({schemes}), so no adapter can be merged into them", code="merge-first"
-            )
         from mycli.runtime.checkpoint.adapter import Adapter
 
-        return replace(self, adapter=Adapter.open(name, path, self.config, self.local_name))
+        adapter = Adapter.open(name, path, self.config, self.local_name)
+        replaced = [weight for weight in adapter.replaced if weight.removesuffix(".weight") in self.packings]
+        if replaced:
+            raise ModelError(
+                f"{name} replaces {replaced[0]}, which is quantized here ({self._schemes})", code="merge-first"
+            )
+        return replace(self, adapter=adapter)
+
+    @property
+    def _schemes(self) -> str:
+        return "+".join(sorted({packing.name for packing in self.packings.values()}))
+
+    @property
+    def unmerged(self) -> "list[LowRank]":
+        """The updates of an adapter that are not merged, because their weights are packed."""
+        added = {} if self.adapter is None else self.adapter.added
+        return [low for weight, low in added.items() if weight.removesuffix(".weight") in self.packings]
+
+    @property
+    def unmerged_values(self) -> int:
+        """The number of values of the adapter that are in memory next to packed weights."""
+        if self.adapter is None:
+            return 0
+        tensors = self.adapter.manifest.tensors
+        return sum(prod(tensors[part].shape) for low in self.unmerged for part in low.parts)
+
+    def require_merged(self) -> None:
+        """Raise ModelError if the adapter is next to packed weights: written files hold one weight for both."""
+        if self.unmerged:
+            raise ModelError(
+                f"the weights are quantized ({self._schemes}), so no adapter can be merged into them",
+                code="merge-first",
+            )
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor in the files; None for a tensor of another part."""

@@ -5,7 +5,7 @@ header was read is refused.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.low_rank import LowRankUpdate
 
 if TYPE_CHECKING:  # only a model with an adapter needs it
     from mycli.runtime.checkpoint.adapter import Adapter, LowRank
@@ -97,6 +98,15 @@ class Checkpoint:
             out.copy_(stored[:, first : first + out.shape[0]].T)
         self.check(out, f"{entry.file}: {name}")
 
+    @property
+    def stored(self) -> "Checkpoint":
+        """The tensors as the files have them, without an adapter."""
+        return self
+
+    def update(self, name: str) -> LowRankUpdate | None:
+        """Return the update of an adapter that is not merged when the weight `name` is read; None if it has none."""
+        return None
+
     def check(self, tensor: Tensor, name: str) -> None:
         """Raise ModelError if a tensor computed from stored ones holds NaN or infinity, unless these are allowed."""
         if not self._allow_nonfinite:
@@ -111,18 +121,29 @@ class Checkpoint:
 
 
 class MergedCheckpoint(Checkpoint):
-    """Reads `base` with a LoRA adapter merged into its weights; safe to use from several threads.
+    """Reads `base` with a LoRA adapter merged into its dense weights; safe to use from several threads.
 
-    Sums are fp32 and rounded once to the stored dtype, as PEFT's `merge_and_unload` computes them.
+    Sums are fp32 and rounded once to the stored dtype, as PEFT's `merge_and_unload` computes them. Weights in `packed`
+    are not changed: see `update`.
     """
 
-    def __init__(self, base: Checkpoint, adapter: "Adapter", *, allow_nonfinite: bool = False) -> None:
+    def __init__(
+        self, base: Checkpoint, adapter: "Adapter", packed: Collection[str] = (), *, allow_nonfinite: bool = False
+    ) -> None:
         super().__init__(base.manifest, allow_nonfinite=allow_nonfinite)
-        self._base, self._adapter = base, adapter
+        self._base, self._adapter, self._packed = base, adapter, packed
         self._changes = Checkpoint(adapter.manifest, allow_nonfinite=allow_nonfinite)
+
+    @property
+    def stored(self) -> Checkpoint:
+        return self._base
 
     def dtype(self, name: str) -> torch.dtype:
         return self._base.dtype(name)
+
+    def update(self, name: str) -> LowRankUpdate | None:
+        added = self._adapter.added.get(name)
+        return None if added is None or name not in self._packed else self._read_update(added)
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor and merge the adapter. Raises ModelError if the sum is not finite, and what reading raises."""
@@ -131,8 +152,8 @@ class MergedCheckpoint(Checkpoint):
             out.copy_(self._changes.read(stored))
         else:
             self._base.read_into(name, out)
-        if added is not None:
-            self._add(out, added)
+        if added is not None and name not in self._packed:
+            merge_update(self._read_update(added), out)
         if stored is not None or added is not None:
             self.check(out, f"{name} with the adapter")
 
@@ -141,13 +162,15 @@ class MergedCheckpoint(Checkpoint):
             return iter([tensor_bytes(self.read(name))])
         return self._base.chunks(name)
 
-    def _add(self, weight: Tensor, added: "LowRank") -> None:
+    def _read_update(self, added: "LowRank") -> LowRankUpdate:
         a, b = (self._changes.read(name).float() for name in (added.a, added.b))
         norms = None if added.magnitude is None else self._changes.read(added.magnitude).float()
-        rows = max(1, _MERGED_VALUES // weight.shape[1])
-        for start in range(0, len(weight), rows):
-            part = weight[start : start + rows]
-            total = (b[start : start + rows] @ a).mul_(added.scale).add_(part)
-            if norms is not None:
-                total.mul_((norms[start : start + rows] / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1))
-            part.copy_(total)
+        return LowRankUpdate(a, b, added.scale, norms)
+
+
+def merge_update(update: LowRankUpdate, weight: Tensor) -> None:
+    """Apply an update to a dense weight in place, some rows at a time."""
+    step = max(1, _MERGED_VALUES // weight.shape[1])
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        weight[rows] = update.part(rows).apply(weight[rows]).to(weight.dtype)

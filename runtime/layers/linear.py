@@ -19,6 +19,7 @@ from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.models.part_spec import LinearSpec
+from mycli.runtime.quantization.low_rank import LowRankMatmul, stored_product
 from mycli.runtime.quantization.packed_weight import Matmul, stack
 from mycli.runtime.quantization.scheme import Packing, stacked_packing
 from mycli.runtime.utils.dtypes import PromptCopy, has_prompt_copy
@@ -59,6 +60,19 @@ def _read_dense(
         checkpoint.read_into(f"{linear.name}.weight", out[start : start + linear.out_features])
         start += linear.out_features
     return out.to(device, dtype)
+
+
+def _adapted(
+    matmul: Matmul, checkpoint: Checkpoint, linears: Sequence[LinearSpec], device: torch.device, dtype: torch.dtype
+) -> Matmul:
+    """Return the product of packed `linears` with an adapter next to it, or as it is without one."""
+    updates, start = [], 0
+    for linear in linears:
+        rows = slice(start, start + linear.out_features)
+        if (update := checkpoint.update(f"{linear.name}.weight")) is not None:
+            updates.append((rows, update.to(device)))
+        start = rows.stop
+    return LowRankMatmul(matmul, updates, dense_matmul, dtype) if updates else matmul
 
 
 # Latent attention joins a query's projection, which may have no bias, with one that has.
@@ -109,10 +123,11 @@ class Linear(nn.Module):
             stacked = stacked_packing([packing for packing, _ in runs])
         if stacked is not None:
             stored = [formats.read_weight(checkpoint, run, packing, device) for packing, run in runs if packing]
-            matmuls.append(prepare_product(stack(stored, stacked), dtype))
+            matmul = prepare_product(stack(stored, stacked), dtype)
+            matmuls.append(_adapted(matmul, checkpoint, self.specs, device, dtype))
             runs = []
         for packing, linears in runs:
-            old = into[len(matmuls)] if len(matmuls) < len(into) else None
+            old = stored_product(into[len(matmuls)]) if len(matmuls) < len(into) else None
             if packing is None:
                 matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))
                 continue
@@ -120,7 +135,8 @@ class Linear(nn.Module):
                 weights = [formats.read_dense(checkpoint, spec, packings, device) for spec in linears]
                 matmuls.append(dense_matmul(torch.cat(weights).to(dtype)))
                 continue
-            matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
+            matmul = prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old)
+            matmuls.append(_adapted(matmul, checkpoint, linears, device, dtype))
         if any(spec.bias for spec in self.specs):
             self.bias = torch.cat([_read_bias(checkpoint, spec) for spec in self.specs]).to(device, dtype)
         self._keep(matmuls)
@@ -157,8 +173,11 @@ class Linear(nn.Module):
 
     def keep_prompt_copy(self, kind: PromptCopy, dtype: torch.dtype) -> bool:
         """Keep a copy of packed weights that multiplies more than `PACKED_ROWS` rows; return whether there is one."""
-        dense = any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls)  # it would hold dense parts twice
-        if dense or not has_prompt_copy(kind, self.out_features, self.in_features):
+        # It would hold dense parts twice, and round an adapter to 8 bits.
+        uncopied = DenseMatmul if kind == "16bit" else DenseMatmul | LowRankMatmul
+        if any(isinstance(matmul, uncopied) for matmul in self.matmuls) or not has_prompt_copy(
+            kind, self.out_features, self.in_features
+        ):
             return False
         self.prompt_copy = _prompt_copy(self.weight(), kind, dtype)
         return True
@@ -208,7 +227,7 @@ class ExpertLinears(tuple[Linear, ...]):
     def operands(self, hit: Sequence[int]) -> tuple[Sequence[Matmul | Tensor] | None, Tensor | None]:
         """Return the weights of the experts `hit`, and their biases [hit, out_features] if they have any.
 
-        The weights are None if an expert is several products or has a copy for prompts.
+        The weights are None if an expert is several products, or has a copy for prompts or an adapter.
         """
         if self._operands is None:
             return _operands([self[expert] for expert in hit])
@@ -248,7 +267,7 @@ class RoutedProduct:
 
 
 def _operand(linear: Linear) -> Matmul | Tensor | None:
-    if linear.prompt_copy is not None:
+    if linear.prompt_copy is not None or isinstance(linear.matmul, LowRankMatmul):
         return None
     dense = isinstance(linear.matmul, DenseMatmul) and not linear.portable
     return linear.matmul.dequantize() if dense and linear.matmul is not None else linear.matmul

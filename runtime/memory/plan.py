@@ -25,6 +25,7 @@ class MemoryPlan:
     kv: KvDtype = "auto"
     prompt_copy: PromptCopy = "none"  # how packed weights of the blocks are also stored
     running: int | None = None  # sequences that share the cache; None: `batch`
+    adapter_values: int = 0  # of an adapter that is computed next to packed weights
     expert_slots: int | None = None  # experts per layer in memory, the rest are read from disk on demand; None: all
 
     @property

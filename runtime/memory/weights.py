@@ -48,11 +48,12 @@ def linears_bytes(plan: MemoryPlan, linears: Iterable[LinearSpec]) -> int:
 
 
 def weight_bytes(plan: MemoryPlan) -> int:
-    """Return the bytes of all blocks, the norms around them, and an MTP head's input projection."""
+    """Return the bytes of all blocks, the norms around them, an adapter, and an MTP head's input projection."""
     config = plan.config
     inputs = linears_bytes(plan, config.mtp_inputs()[2:]) if config.is_mtp else 0
     blocks = sum(block_bytes(plan, layer) for layer in range(config.layers))
-    return blocks + inputs + sum(_norm_bytes(plan, norm) for norm in config.norms())
+    adapter = plan.adapter_values * plan.value_bytes
+    return blocks + inputs + adapter + sum(_norm_bytes(plan, norm) for norm in config.norms())
 
 
 def is_copied(plan: MemoryPlan, group: Sequence[LinearSpec]) -> bool:

@@ -231,6 +231,7 @@ def read_weight(
     from mycli.runtime.utils.memory import huge_empty
 
     assert len(linears) == 1 or not packing.permuted
+    checkpoint = checkpoint.stored
     rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features
     packed, layout = huge_empty((rows, packing.words(columns)), torch.int32), load(packing.layout)
     parts, start = [], 0
@@ -271,9 +272,13 @@ def prefetch_linears(checkpoint: "Checkpoint", linears: Iterable[LinearSpec], pa
 def read_dense(
     checkpoint: "Checkpoint", linear: LinearSpec, packings: Mapping[str, Packing], device: "torch.device"
 ) -> "torch.Tensor":
-    """Read a weight [out_features, in_features] to `device`, in its stored dtype or, if packed, that of its scales."""
+    """Read a weight [out_features, in_features] to `device`, in its stored dtype or, if packed, that of its scales.
+
+    An adapter is merged into it.
+    """
     import torch
 
+    from mycli.runtime.checkpoint.reader import merge_update
     from mycli.runtime.quantization.packed_weight import dequantize_rows
 
     packing = packings.get(linear.name)
@@ -283,4 +288,7 @@ def read_dense(
     out = torch.empty(linear.out_features, linear.in_features, dtype=weight.scales.dtype, device=device)
     for rows, values in dequantize_rows(weight):
         out[rows] = values
+    if (update := checkpoint.update(f"{linear.name}.weight")) is not None:
+        merge_update(update.to(device), out)
+        checkpoint.check(out, f"{linear.name} with the adapter")
     return out

@@ -16,6 +16,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.activations import ActivationChoice, choose_by_file
+from mycli.runtime.quantization.low_rank import stored_product
 from mycli.runtime.quantization.scheme import ActivationBits
 
 MEASURED_TOKENS = 192  # of the bundled text: enough for a mean within a fifth, and read in a second by a model of 1 B
@@ -43,8 +44,8 @@ def measure_choice(folder: ModelFolder, model: Transformer, kv: KvDtype) -> Acti
 def _round_activations(model: Transformer, bits: ActivationBits) -> None:
     for module in model.modules():
         for matmul in module.matmuls if isinstance(module, Linear) else ():
-            if isinstance(matmul, CpuMatmul):
-                matmul.round_activations(bits)
+            if isinstance(product := stored_product(matmul), CpuMatmul):
+                product.round_activations(bits)
 
 
 def _moved_kl(model: Transformer, kv: KvDtype, tokens: Sequence[int]) -> float | None:

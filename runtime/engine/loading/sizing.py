@@ -39,6 +39,7 @@ def requested_plan(
         kv=engine.kv,
         prompt_copy="none" if unpacked else engine.prompt_copy,
         running=engine.running,
+        adapter_values=folder.unmerged_values,
     )
 
 

@@ -29,6 +29,7 @@ from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
+from mycli.runtime.quantization.low_rank import stored_product
 
 
 def decline_captured(config: ModelConfig) -> Declined | None:
@@ -169,7 +170,7 @@ def _decoded_heads(model: Transformer, kv: KvDtype) -> frozenset[tuple[int, int]
 
 def _unpacking(model: Transformer) -> list[TritonMatmul]:
     linears = [linear for block in model.layers() for linear in block.products.values()]
-    matmuls = [matmul for linear in (*linears, model.head) for matmul in linear.matmuls]
+    matmuls = [stored_product(matmul) for linear in (*linears, model.head) for matmul in linear.matmuls]
     return [matmul for matmul in matmuls if isinstance(matmul, TritonMatmul)]
 
 

@@ -24,6 +24,7 @@ from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import PerLayerSpec
 from mycli.runtime.models.part_spec import MlpSpec
+from mycli.runtime.quantization.low_rank import LowRankMatmul
 from mycli.runtime.quantization.packed_weight import Matmul
 
 
@@ -64,6 +65,8 @@ def _product(matmul: Matmul) -> CProduct:
         return CProduct(matmul.address, None, None, *matmul.shape)
     if isinstance(matmul, TableMatmul) and matmul.portable:
         return CProduct(None, None, matmul.address, *matmul.shape)
+    if isinstance(matmul, LowRankMatmul):
+        raise NotNativeError(Declined("adapter"))
     if not isinstance(matmul, DenseMatmul):
         raise NotNativeError(Declined("weight-format", {"format": type(matmul).__name__}))
     weight = matmul.dequantize()

@@ -41,6 +41,7 @@ from mycli.runtime.layers.vocabulary import embedding_scale, finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.part_spec import RopeSpec
+from mycli.runtime.quantization.low_rank import LowRankMatmul
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def _packed(linear: Linear) -> TritonMatmul | None:
 def _products(linears: Mapping[str, Linear], chip: Chip) -> dict[str, FewRowsProduct] | Declined:
     products: dict[str, FewRowsProduct] = {}
     for name, linear in linears.items():
+        if any(isinstance(product, LowRankMatmul) for product in linear.matmuls):
+            return Declined("adapted-product", {"linear": linear.specs[0].name})
         if isinstance(linear.matmul, TritonMatmul):
             products[name] = linear.matmul
         elif isinstance(linear.matmul, DenseMatmul):

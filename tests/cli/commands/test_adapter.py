@@ -43,9 +43,6 @@ def test_a_packed_copy_contains_and_records_it(mycli: Mycli, adapter: Path) -> N
     plain = mycli("quantize", "pico", "--method", "rtn", "--report", "none", "--json")
     written = [Path(json.loads(done.stdout)["folder"], "model.safetensors").read_bytes() for done in (made, plain)]
     assert written[0] != written[1]
-    again = mycli("run", folder.name, *ASK, "--adapter", str(adapter))
-    assert again.returncode == 3 and "the weights are quantized (int4-g128)" in again.stderr
-    assert "quantize MODEL --adapter" in again.stderr
 
 
 def test_estimate_says_what_it_adds(mycli: Mycli, adapter: Path) -> None:
@@ -53,7 +50,22 @@ def test_estimate_says_what_it_adds(mycli: Mycli, adapter: Path) -> None:
     found = json.loads(mycli("estimate", "pico", "--device", "cpu", "--adapter", str(adapter), "--json").stdout)
     assert found["bytes"]["total"] == plain["bytes"]["total"] and "adapter" not in plain
     nbytes = sum(tensor.nbytes for tensor in tensors_for(PICO, *MODULES).values())
-    assert found["adapter"] == {"merged": len(MODULES), "file_bytes": nbytes}
+    assert found["adapter"] == {"merged": len(MODULES), "bytes": 0, "file_bytes": nbytes}
+
+
+@pytest.mark.usefixtures("short_calibration_text")
+def test_a_packed_model_is_adapted_and_not_written_again(mycli: Mycli, adapter: Path, tmp_path: Path) -> None:
+    folder = json.loads(mycli("quantize", "pico", "--method", "rtn", "--report", "none", "--json").stdout)["folder"]
+    plain, tuned = mycli("run", folder, *ASK), mycli("run", folder, *ASK, "--adapter", str(adapter))
+    assert tuned.returncode == 0 and tuned.stdout != plain.stdout
+    size = json.loads(mycli("estimate", folder, "--adapter", str(adapter), "--json", "--device", "cpu").stdout)[
+        "adapter"
+    ]
+    assert size["merged"] == 0 and size["bytes"] == size["file_bytes"] / 2  # fp32 in the file
+    assert "next to packed weights" in mycli("estimate", folder, "--adapter", str(adapter)).stdout
+    merged = mycli("export", folder, "--to", "safetensors", "-o", str(tmp_path / "x"), "--adapter", str(adapter))
+    assert merged.returncode == 3 and "the weights are quantized (int4-g128)" in merged.stderr
+    assert "quantize MODEL --adapter" in merged.stderr and not (tmp_path / "x").exists()
 
 
 def test_mistakes_are_told(mycli: Mycli, adapter: Path) -> None:

@@ -230,16 +230,6 @@ def test_a_changed_weight_is_in_the_bytes_that_are_copied(model: Path, tmp_path:
         assert b"".join(checkpoint.chunks(name)) == checkpoint.read(name).view(torch.uint8).numpy().tobytes()
 
 
-def test_packed_weights_take_no_adapter(tmp_path: Path) -> None:
-    raw = Fields(json.loads((PICO / "config.json").read_text()), "config.json")
-    raw.values["quantization_config"] = {
-        "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True
-    }  # fmt: skip
-    with pytest.raises(ModelError, match="quantized .*int4-g128.*no adapter can be merged") as caught:
-        ModelFolder.from_config(raw).with_adapter("tuned", tmp_path)
-    assert caught.value.code == "merge-first"
-
-
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_adapters_are_refused_by_field_or_tensor(model: Path, tmp_path: Path, name: str) -> None:
     changes, change, pattern = ATTACKS[name]
