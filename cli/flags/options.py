@@ -195,5 +195,5 @@ ExpertMemory = Annotated[
 ]
 AdapterName = Annotated[
     str | None,
-    option("--adapter", "FOLDER|REPO", "Merge a LoRA adapter (PEFT, mlx-lm) into the weights when they are loaded."),
+    option("--adapter", "PATH|REPO", "Apply a LoRA adapter (PEFT, mlx-lm, GGUF) to the weights."),
 ]

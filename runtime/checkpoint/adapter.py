@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS, AdapterConfig
 from mycli.runtime.checkpoint.manifest import Manifest, read_file_header
@@ -19,6 +20,9 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import read_object
+
+if TYPE_CHECKING:  # describing an adapter needs no torch
+    from mycli.runtime.checkpoint.reader import Checkpoint
 
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
@@ -78,6 +82,12 @@ class Adapter:
     @cached_property
     def nbytes(self) -> int:
         return self.manifest.nbytes
+
+    def checkpoint(self, *, allow_nonfinite: bool) -> "Checkpoint":
+        """Return a reader of the adapter's tensors."""
+        from mycli.runtime.checkpoint.reader import Checkpoint
+
+        return Checkpoint(self.manifest, allow_nonfinite=allow_nonfinite)
 
     def source_files(self) -> list[Path]:
         return [self.path / ADAPTER_CONFIG, *(self.path / name for name in self.manifest.files)]
@@ -157,15 +167,9 @@ def _check_added(
 ) -> None:
     a, b, shape = tensors[low.a], tensors[low.b], shapes.get(name)
     if shape is None:
-        raise _no_place(name, a.file)
+        raise no_place(name, a.file)
     module = low.a.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
-    rank = config.rank_of(module)
-    if len(shape) != 2 or a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
-        raise ModelError(
-            f"{a.file}: {module:.80}: A {list(a.shape)} and B {list(b.shape)} of rank {rank} "
-            f"do not fit the weight {list(shape)}",
-            "the adapter was made for another model, or its config is another adapter's",
-        )
+    check_low_rank(module, a, b, shape, config.rank_of(module))
     _check_float(a)
     _check_float(b)
     if low.magnitude is not None:
@@ -175,10 +179,20 @@ def _check_added(
         _check_float(norms)
 
 
+def check_low_rank(module: str, a: TensorEntry, b: TensorEntry, shape: Shape, rank: int) -> None:
+    """Raise ModelError unless A and B have this rank and fit a weight of this shape."""
+    if len(shape) != 2 or a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
+        raise ModelError(
+            f"{a.file}: {module:.80}: A {list(a.shape)} and B {list(b.shape)} of rank {rank} "
+            f"do not fit the weight {list(shape)}",
+            "the adapter was made for another model, or its config is another adapter's",
+        )
+
+
 def _check_replaced(name: str, entry: TensorEntry, shapes: Mapping[str, Shape], tied: bool) -> None:
     shape = shapes.get(name)
     if shape is None or (tied and name == "model.embed_tokens.weight"):
-        raise _no_place(name, entry.file)
+        raise no_place(name, entry.file)
     if entry.shape != shape:
         raise ModelError(
             f"{entry.file}: {name:.80} has shape {list(entry.shape)}, but the model's tensor has {list(shape)}",
@@ -192,7 +206,8 @@ def _check_float(entry: TensorEntry) -> None:
         raise damaged(f"{entry.file}: {entry.name:.100} is {entry.dtype}, expected {' or '.join(SAFETENSORS_FLOATS)}")
 
 
-def _no_place(name: str, file: str) -> ModelError:
+def no_place(name: str, file: str) -> ModelError:
+    """Return the error for a weight that the model lacks."""
     module = name.removesuffix(".weight").removesuffix(".bias")
     if module in _TOKENS:
         return ModelError(

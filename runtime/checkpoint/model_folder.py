@@ -234,14 +234,19 @@ class ModelFolder:
         return MergedCheckpoint(checkpoint, self.adapter, packed, allow_nonfinite=allow_nonfinite)
 
     def with_adapter(self, name: str, path: Path) -> Self:
-        """Return this model with the LoRA adapter in the folder `path`.
+        """Return this model with the LoRA adapter `path`: a folder, or a GGUF file.
 
         It is merged into dense weights as they are read, and computed next to packed ones. Raises ModelError for an
         adapter that replaces packed weights, and what `Adapter.open` raises.
         """
-        from mycli.runtime.checkpoint.adapter import Adapter
+        if path.is_dir():
+            from mycli.runtime.checkpoint.adapter import Adapter
 
-        adapter = Adapter.open(name, path, self.config, self.local_name)
+            adapter = Adapter.open(name, path, self.config, self.local_name)
+        else:
+            from mycli.runtime.checkpoint.gguf.adapter import GgufAdapter
+
+            adapter = GgufAdapter.open_file(name, path, self.config)
         replaced = [weight for weight in adapter.replaced if weight.removesuffix(".weight") in self.packings]
         if replaced:
             raise ModelError(

@@ -132,7 +132,7 @@ class MergedCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(base.manifest, allow_nonfinite=allow_nonfinite)
         self._base, self._adapter, self._packed = base, adapter, packed
-        self._changes = Checkpoint(adapter.manifest, allow_nonfinite=allow_nonfinite)
+        self._changes = adapter.checkpoint(allow_nonfinite=allow_nonfinite)
 
     @property
     def stored(self) -> Checkpoint:

@@ -68,9 +68,9 @@ def resolve(model: str, *, offline: bool = False) -> Source:
 
 
 def resolve_adapter(name: str, *, offline: bool = False) -> Source:
-    """Return the source of a LoRA adapter: a folder, or `org/repo[@revision]`. Raises as `resolve` does."""
-    hint = f"an adapter is a folder in the layout of PEFT or mlx-lm, with {ADAPTER_CONFIG}"
-    if is_path(name) and (file := expand_user(name)).exists() and not file.is_dir():
+    """Return the source of a LoRA adapter: a folder, a GGUF file, or one of a repository. Raises as `resolve` does."""
+    hint = f"an adapter is a GGUF file, or a folder in the layout of PEFT or mlx-lm, with {ADAPTER_CONFIG}"
+    if is_path(name) and (file := expand_user(name)).exists() and not file.is_dir() and not is_gguf(file):
         raise ModelError(f"{name}: a file, but an adapter is a folder", f"give its folder: {file.parent}")
     try:
         source = _find(name, offline)
@@ -81,7 +81,7 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
         if not Path(name).is_dir():
             raise
         raise ModelError(f"{name}: not a LoRA adapter", hint) from None
-    if not is_adapter(source.folder):
+    if not is_adapter(source.folder) and not is_gguf(source.folder):
         raise ModelError(f"{name}: not a LoRA adapter", hint)
     return source
 

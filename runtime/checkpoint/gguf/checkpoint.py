@@ -4,6 +4,7 @@ A tensor is read a part at a time, except one whose rows are reordered.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -138,3 +139,16 @@ class GgufCheckpoint(Checkpoint):
         place = self.architecture.place(name, self.entry(name).name)
         assert place is not None  # the manifest has only tensors with a rule
         return place.rule
+
+
+class GgufAdapterCheckpoint(GgufCheckpoint):
+    """Reads the matrices NAME.lora_a and NAME.lora_b of weights: B has the rows of its weight, A the columns."""
+
+    def _rule(self, name: str) -> TensorRule:
+        weight, _, half = name.rpartition(".")
+        place = self.architecture.place(weight)
+        assert place is not None  # checked when the file was opened
+        rule = TensorRule(place.rule.name)
+        if half == "lora_b":
+            return replace(rule, row_order=place.rule.row_order)
+        return replace(rule, column_order=place.rule.column_order)

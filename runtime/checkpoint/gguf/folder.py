@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,12 @@ class GgufFolder(ModelFolder):
         files: Mapping[str, RegularFile] | None = None,
     ) -> "GgufFolder":
         """Describe the model of a parsed header; `floats` reads a small tensor."""
+        if header.metadata.values.get("general.type") == "adapter":
+            raise ModelError(
+                f"{path.name}: a LoRA adapter, which needs its model",
+                code="give-adapter",
+                data={"base": "MODEL", "adapter": shlex.quote(str(path))},
+            )
         header = as_llama_cpp(header)
         architecture = read_architecture(header.metadata)
         header = replace(header, tensors=architecture.separated(header.tensors))
