@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # describing an adapter needs no torch
 
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+_EMBEDDING_PARTS = {".lora_embedding_A": ".lora_B.weight", ".lora_embedding_B": ".lora_A.weight"}
+_BASE = ".base_layer.weight"  # PEFT saves embedding and head, if they have an update, as they were below it
 _MAGNITUDE = ".lora_magnitude_vector"
 _MLX_PARTS = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight", ".m": _MAGNITUDE}
 _TOKENS = ("model.embed_tokens", "lm_head")
@@ -75,7 +77,8 @@ class Adapter:
             _check_added(weight, low, manifest.tensors, shapes, config)
         for weight, stored in replaced.items():
             _check_replaced(weight, manifest.tensors[stored], shapes, model.tie_embeddings)
-        if both := sorted(added.keys() & replaced.keys()):
+        both = sorted(name for name in added.keys() & replaced.keys() if not replaced[name].endswith(_BASE))
+        if both:
             raise damaged(f"{ADAPTER_WEIGHTS}: {both[0]:.80} has both a low-rank update and a replacement")
         return cls(name, path, config, added, replaced, manifest, tuple(unused))
 
@@ -105,7 +108,20 @@ def _manifest(path: Path) -> Manifest:
                 "pickles can run code; have PEFT save it as safetensors",
             )
     file = RegularFile.find(path / ADAPTER_WEIGHTS)
-    return Manifest(path, read_file_header(file), {file.name: file})
+    return Manifest(path, _linear_names(read_file_header(file)), {file.name: file})
+
+
+def _linear_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return PEFT's tensors with those of an embedding by the names of a linear's: W [vocab, hidden] + s A^T B^T."""
+    renamed = {}
+    for stored, entry in tensors.items():
+        suffix = next((suffix for suffix in _EMBEDDING_PARTS if stored.endswith(suffix)), None)
+        if suffix is None or len(entry.shape) != 2:
+            renamed[stored] = entry
+            continue
+        name = stored.removesuffix(suffix) + _EMBEDDING_PARTS[suffix]
+        renamed[name] = replace(entry, name=name, shape=entry.shape[::-1], transposed=True)
+    return renamed
 
 
 def _peft_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -143,6 +159,9 @@ def _match_tensors(
             raise ModelError(
                 f"{ADAPTER_WEIGHTS}: {plain:.100}: not part of a low-rank update, which alone is supported", ""
             )
+        if plain.endswith(_BASE):
+            module = plain.removesuffix(_BASE)
+            plain = f"{module}.weight"
         if rename(plain if suffix is None else f"{module}.weight") is None:
             unused.append(module)
         elif suffix is None:

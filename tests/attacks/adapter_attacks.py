@@ -85,7 +85,7 @@ ATTACKS: dict[str, Attack] = {
     "of-the-embedding": (
         {},
         _put(model__embed_tokens__lora_embedding_A=torch.ones(4, 4096)),
-        r"embed_tokens.lora_embedding_A: not part",
+        r"model.embed_tokens has lora_A missing",
     ),
     "integers": ({}, lambda tensors: tensors.update({_A: tensors[_A].int()}), r"lora_A.weight is I32"),
     "not-a-number": ({}, lambda tensors: tensors[_B].fill_(torch.nan), r"lora_B.weight: 512 of 512 values are NaN"),

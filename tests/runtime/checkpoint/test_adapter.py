@@ -306,3 +306,35 @@ def test_weights_and_logits_are_those_that_peft_merges(
 def test_a_config_without_ranks_of_its_own_has_one_scale() -> None:
     config = AdapterConfig.parse(Fields(dict(LORA), "adapter_config.json"))
     assert config.scale(QUERIES) == config.scale(DOWN) == 2.0
+
+
+@pytest.mark.parametrize(
+    "modules", [["lm_head"], ["embed_tokens"], ["q_proj", "embed_tokens", "lm_head"]], ids="-".join
+)
+def test_embedding_and_head_have_updates_as_peft_saves_them(model: Path, tmp_path: Path, modules: list[str]) -> None:
+    """PEFT names an embedding's matrices otherwise, transposed, and saves the weights below them."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trained = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=6, target_modules=modules))
+    torch.manual_seed(0)
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    trained.save_pretrained(tmp_path / "a")
+    assert any(".base_layer." in name for name in load_file(tmp_path / "a" / "adapter_model.safetensors"))
+    tokens = torch.arange(5, 37).view(1, 32)
+    with torch.no_grad():
+        expected, plain = trained(tokens).logits, trained.get_base_model()
+        with trained.disable_adapter():
+            plain = trained(tokens).logits
+    adapted = open_model_folder(model).with_adapter("tuned", tmp_path / "a")
+    actual = whole(load_model(adapted, CPU).model, tokens)
+    assert (expected - plain).norm() > 10 * (actual - expected).norm()
+    changed = {f"model.{name}.weight" if name == "embed_tokens" else f"{name}.weight" for name in modules[-2:]}
+    merged_weights = trained.merge_and_unload().state_dict()
+    before, after = read(open_model_folder(model)), read(adapted)
+    for name in changed & after.keys():
+        assert not after[name].equal(before[name])
+        assert_close(after[name], merged_weights[name].bfloat16())

@@ -110,7 +110,11 @@ REFUSED: dict[str, tuple[Callable[[Arrays], object], dict[str, Any], str]] = {
         {},
         "layers.77.self_attn.q_proj.weight: the model has no such weight",
     ),
-    "no-such-name": (_renamed("blk.0.attn_q.weight.lora_a", "blk.0.x.weight.lora_a"), {}, "blk.0.x.weight: the model has no"),
+    "no-such-name": (
+        _renamed("blk.0.attn_q.weight.lora_a", "blk.0.x.weight.lora_a"),
+        {},
+        "blk.0.x.weight: the model has no",
+    ),
     "embedding": (
         lambda tensors: tensors.update({"token_embd.weight.lora_a": np.ones((4, 4), "f4")}),
         {},
