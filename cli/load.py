@@ -143,7 +143,7 @@ def announce_slow_passes(call: Call, runner: "ModelRunner") -> None:
 
 
 def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) -> ModelFolder:
-    """Return `folder` with `adapter` merged in, or as it is if `adapter` is None."""
+    """Return `folder` with `adapter`, or as it is if `adapter` is None."""
     if adapter is None:
         return folder
     return add_adapter(folder, model, adapter, offline=call.offline, report=_Announcements(call))

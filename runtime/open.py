@@ -194,7 +194,7 @@ def _prefix_store(
 def add_adapter(
     folder: ModelFolder, model: str, adapter: str, *, offline: bool = False, report: OpenReport
 ) -> ModelFolder:
-    """Return `folder` with the LoRA adapter of this name merged in; reports one that was trained on another model."""
+    """Return `folder` with the LoRA adapter of this name; reports one that was trained on another model."""
     with _errors_about(adapter):
         source = resolve_adapter(adapter, offline=offline)
         merged = folder.with_adapter(source.label, source.folder)

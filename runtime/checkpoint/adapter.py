@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS, AdapterConfig
 from mycli.runtime.checkpoint.manifest import Manifest, read_file_header
@@ -20,9 +19,6 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS
 from mycli.runtime.utils.json_fields import read_object
-
-if TYPE_CHECKING:  # describing an adapter needs no torch
-    from mycli.runtime.checkpoint.reader import Checkpoint
 
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
@@ -85,12 +81,6 @@ class Adapter:
     @cached_property
     def nbytes(self) -> int:
         return self.manifest.nbytes
-
-    def checkpoint(self, *, allow_nonfinite: bool) -> "Checkpoint":
-        """Return a reader of the adapter's tensors."""
-        from mycli.runtime.checkpoint.reader import Checkpoint
-
-        return Checkpoint(self.manifest, allow_nonfinite=allow_nonfinite)
 
     def source_files(self) -> list[Path]:
         return [self.path / ADAPTER_CONFIG, *(self.path / name for name in self.manifest.files)]

@@ -228,10 +228,15 @@ class ModelFolder:
     def _with_adapter(self, checkpoint: "Checkpoint", allow_nonfinite: bool) -> "Checkpoint":
         if self.adapter is None:
             return checkpoint
-        from mycli.runtime.checkpoint.reader import MergedCheckpoint
+        from mycli.runtime.checkpoint.gguf.adapter import GgufAdapter
+        from mycli.runtime.checkpoint.reader import Checkpoint, MergedCheckpoint
 
-        packed = {f"{name}.weight" for name in self.packings}
-        return MergedCheckpoint(checkpoint, self.adapter, packed, allow_nonfinite=allow_nonfinite)
+        adapter, packed = self.adapter, {f"{name}.weight" for name in self.packings}
+        if isinstance(adapter, GgufAdapter):
+            changes = adapter.checkpoint(allow_nonfinite=allow_nonfinite)
+        else:
+            changes = Checkpoint(adapter.manifest, allow_nonfinite=allow_nonfinite)
+        return MergedCheckpoint(checkpoint, adapter, changes, packed, allow_nonfinite=allow_nonfinite)
 
     def with_adapter(self, name: str, path: Path) -> Self:
         """Return this model with the LoRA adapter `path`: a folder, or a GGUF file.

@@ -123,16 +123,21 @@ class Checkpoint:
 class MergedCheckpoint(Checkpoint):
     """Reads `base` with a LoRA adapter merged into its dense weights; safe to use from several threads.
 
-    Sums are fp32 and rounded once to the stored dtype, as PEFT's `merge_and_unload` computes them. Weights in `packed`
-    are not changed: see `update`.
+    Sums are fp32 and rounded once to the stored dtype, as PEFT's `merge_and_unload` computes them. `changes` reads the
+    adapter's tensors. Weights in `packed` are not changed: see `update`.
     """
 
     def __init__(
-        self, base: Checkpoint, adapter: "Adapter", packed: Collection[str] = (), *, allow_nonfinite: bool = False
+        self,
+        base: Checkpoint,
+        adapter: "Adapter",
+        changes: Checkpoint,
+        packed: Collection[str],
+        *,
+        allow_nonfinite: bool = False,
     ) -> None:
         super().__init__(base.manifest, allow_nonfinite=allow_nonfinite)
-        self._base, self._adapter, self._packed = base, adapter, packed
-        self._changes = adapter.checkpoint(allow_nonfinite=allow_nonfinite)
+        self._base, self._adapter, self._changes, self._packed = base, adapter, changes, packed
 
     @property
     def stored(self) -> Checkpoint:

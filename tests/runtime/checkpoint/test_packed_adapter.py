@@ -20,7 +20,9 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.loading.sizing import requested_plan
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.passes.captured import CapturedStep
 from mycli.runtime.engine.passes.cpu_parts import native_part
+from mycli.runtime.engine.passes.fused import FusedStep
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
@@ -48,6 +50,12 @@ def gguf(tmp_path: Path) -> Path:
 
 def packed(tmp_path: Path) -> Path:
     return write_packed(tmp_path / "packed", json.loads((PICO / "config.json").read_text()), {"": 4})
+
+
+def mixture(tmp_path: Path) -> Path:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
+    fields = {**SMALL, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes}
+    return write_packed(tmp_path / "mixture", fields, {"": 4})
 
 
 BASES = {"integers": packed, "gguf-with-rows-in-another-order": gguf}
@@ -114,9 +122,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [None, 3])
 def test_packed_experts_take_one(tmp_path: Path, slots: int | None) -> None:
-    mixture = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
-    fields = {**SMALL, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **mixture}
-    base = open_model_folder(write_packed(tmp_path / "packed", fields, {"": 4}))
+    base = open_model_folder(mixture(tmp_path))
     adapter = base.with_adapter("tuned", write_adapter(tmp_path / "a", tensors_for(base.path, QUERIES, EXPERT)))
     actual, expected = changed(base, adapter)
     assert not expected.allclose(whole(load_model(base, CPU).model, TOKENS), atol=1e-2)
@@ -145,6 +151,19 @@ def test_the_native_pass_declines_by_name(tmp_path: Path) -> None:
         part for block in model.layers() for part in map(native_part, block.parts) if isinstance(part, Declined)
     ]
     assert declined == [Declined("adapter")]
+
+
+def test_gpu_passes_decline_by_name(tmp_path: Path) -> None:
+    """The fused pass declines, and the captured one takes the model unless experts have an adapter."""
+    adapter = write_adapter(tmp_path / "a", tensors_for(PICO, QUERIES))
+    model = load_model(open_model_folder(packed(tmp_path)).with_adapter("t", adapter), BF16).model
+    fused = FusedStep.compile(model)
+    assert isinstance(fused, Declined) and fused.code == "adapted-product"
+    assert isinstance(CapturedStep.compile(model), CapturedStep)
+    base = open_model_folder(mixture(tmp_path))
+    adapter = write_adapter(tmp_path / "b", tensors_for(base.path, EXPERT))
+    declined = CapturedStep.compile(load_model(base.with_adapter("t", adapter), BF16).model)
+    assert declined == Declined("adapted-experts", {"linear": EXPERT})
 
 
 def test_it_is_not_written_into_packed_weights(tmp_path: Path) -> None:

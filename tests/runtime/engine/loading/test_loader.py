@@ -153,7 +153,7 @@ def test_an_old_gpu_has_room_counted_for_unpacked_weights(monkeypatch: pytest.Mo
     reason = "kernels for packed weights need compute capability 8.0, this device has 7.5"
     old = replace(CPU, unpacked=reason)
     packings = {linear.name: Packing(4, 128) for linear in FOLDER.config.linears()}
-    packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings))
+    packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings, unmerged_values=0))
     plans = [load._requested(packed, one, EngineConfig(), None) for one in (CPU, old)]
     assert plans[1] == load._requested(FOLDER, CPU, EngineConfig(), None), "as a dense model"
     assert estimate(plans[1]).weights > 2 * estimate(plans[0]).weights
