@@ -20,9 +20,8 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.loading.sizing import requested_plan
 from mycli.runtime.engine.model_runner import CacheShape
-from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.captured import decline_capture, decline_waiting
 from mycli.runtime.engine.passes.cpu_parts import native_part
-from mycli.runtime.engine.passes.fused import FusedStep
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
@@ -153,17 +152,14 @@ def test_the_native_pass_declines_by_name(tmp_path: Path) -> None:
     assert declined == [Declined("adapter")]
 
 
-def test_gpu_passes_decline_by_name(tmp_path: Path) -> None:
-    """The fused pass declines, and the captured one takes the model unless experts have an adapter."""
+def test_captured_passes_decline_adapted_experts_only(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", tensors_for(PICO, QUERIES))
     model = load_model(open_model_folder(packed(tmp_path)).with_adapter("t", adapter), BF16).model
-    fused = FusedStep.compile(model)
-    assert isinstance(fused, Declined) and fused.code == "adapted-product"
-    assert isinstance(CapturedStep.compile(model), CapturedStep)
+    assert decline_capture(model) is None and decline_waiting(model) is None
     base = open_model_folder(mixture(tmp_path))
     adapter = write_adapter(tmp_path / "b", tensors_for(base.path, EXPERT))
-    declined = CapturedStep.compile(load_model(base.with_adapter("t", adapter), BF16).model)
-    assert declined == Declined("adapted-experts", {"linear": EXPERT})
+    declined = decline_waiting(load_model(base.with_adapter("t", adapter), BF16).model)
+    assert declined == Declined("experts-read-by-host")
 
 
 def test_it_is_not_written_into_packed_weights(tmp_path: Path) -> None:

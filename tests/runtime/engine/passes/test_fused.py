@@ -12,6 +12,7 @@ from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.rope import Rope
@@ -21,6 +22,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import RoutingSpec, SharedExpertSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, NormSpec
+from mycli.runtime.quantization.low_rank import LowRankMatmul, LowRankUpdate
 from tests.support.fused_launches import launches_of_layer
 from tests.support.random_tensors import generator
 from tests.support.triton_interpreter import Interpret, interpret
@@ -164,6 +166,14 @@ def test_launches_that_begin_early_wait(case: Case, interpret: Interpret) -> Non
     assert interpret(early, case) in (waiting, waiting | {("reduce_kernel", False, False)})
 
 
+def adapt(linear: Linear) -> None:
+    """Compute an adapter next to the weight of `linear`."""
+    assert linear.matmul is not None
+    update = LowRankUpdate(torch.ones(2, linear.in_features), torch.ones(linear.out_features, 2), 1.0)
+    rows = slice(0, linear.out_features)
+    linear.replace(LowRankMatmul(linear.matmul, [(rows, update)], DenseMatmul, torch.float16))
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -172,10 +182,11 @@ def test_launches_that_begin_early_wait(case: Case, interpret: Interpret) -> Non
             "dense-product-shape",
         ),
         (lambda model: next(model.layers()).products["down"].replace(None), "not-one-product"),
+        (lambda model: adapt(next(model.layers()).products["down"]), "adapted-product"),
         (lambda model: [linear.replace(torch.zeros(1, 128).half()) for linear in linears(model)], "no-packed-product"),
         (lambda model: setattr(model, "embedding", model.embedding.float()), "float32"),
     ],
-    ids=["columns", "none", "dense", "fp32"],
+    ids=["columns", "none", "adapter", "dense", "fp32"],
 )
 def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: str) -> None:
     fused, _ = models(Case())
