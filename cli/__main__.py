@@ -1,4 +1,4 @@
-"""The start of `mycli` and of `python -m mycli.cli`."""
+"""The start of `mycli`, `python -m mycli` and `python -m mycli.cli`."""
 
 import os
 import signal

@@ -176,7 +176,7 @@ def test_pyproject_lists_every_package() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     folders = {"mycli." + path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in sources()}
-    assert set(listed) == folders and len(listed) == len(set(listed))
+    assert set(listed) == folders | {"mycli"} and len(listed) == len(set(listed))
 
 
 def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
@@ -193,13 +193,18 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     files = {f"mycli/{p.relative_to(copy)}" for part in PARTS for p in (copy / part).rglob("*") if p.is_file()}
-    files = {file for file in files if ".egg-info/" not in file}
+    files = {file for file in files if ".egg-info/" not in file} | {"mycli/__main__.py"}
     assert {file for file in held if ".dist-info/" not in file and ".data/" not in file} == files
     assert any(file.endswith(".data/data/share/man/man1/mycli.1") for file in held)
     assert "mycli/__init__.py" not in held, "mycli is a namespace"
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in held)
     (points,) = (file for file in held if file.endswith("entry_points.txt"))
     assert "mycli = mycli.cli.__main__:start_program" in zipfile.ZipFile(wheel).read(points).decode()
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    command = [sys.executable, "-m", "mycli", "--version"]
+    environment = {**variables, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("mycli "), done.stderr[-2000:]
 
 
 def test_nothing_forks() -> None:
