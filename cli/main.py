@@ -17,6 +17,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
 from mycli.cli.output import Output, writing_stdout
 from mycli.cli.text.input import prepare_streams
+from mycli.runtime.device.system import cpu_quota, usable_cores
 from mycli.runtime.errors import ExitCode, ModelError
 
 # name -> (file and function, summary in the list of commands), in the order a new user needs them
@@ -272,5 +273,9 @@ def main(arguments: list[str] | None = None) -> None:
     if os.path.expanduser("~") == "~":  # no HOME, and a user without an entry in the user database: as containers do
         os.environ["HOME"] = "/"
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    # torch starts a thread for each core of the machine. Under a quota of a container's time (docker --cpus=2), all of
+    # them are stopped together for most of each period, in the middle of a product that then waits.
+    if (quota := cpu_quota()) is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores(quota)))
     words = [decode_argument(word) for word in sys.argv[1:]] if arguments is None else arguments
     sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

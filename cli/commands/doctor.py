@@ -50,7 +50,8 @@ def _facts() -> list[tuple[str, str]]:
     processor, main = cpu(), memory()
     features = " ".join(name for name in CPU_FEATURES if name in processor.flags)
     rows = [("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))]
-    rows.append(("CPU", f"{cpu_name()}, {processor.cores} cores, {features}"))
+    share = "" if processor.quota is None else f" (a limit of {processor.quota:g} CPUs of time)"
+    rows.append(("CPU", f"{cpu_name()}, {pluralize(processor.cores, 'core')}{share}, {features}"))
     bound = "" if main.limit == "machine" else f" (limit of {main.limit})"
     rows.append(("memory", f"{human_bytes(main.available)} free of {human_bytes(main.total)}{bound}"))
     try:

@@ -1,6 +1,7 @@
 """Reads /proc and /sys/fs/cgroup: memory that this process may use, memory that it uses, and the CPU."""
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -21,11 +22,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cpu:
-    """`cores`: logical CPUs this process may run on; `flags`: Linux's names of instructions (avx512_vnni, asimd)."""
+    """`cores`: threads that can run at the same time; `flags`: Linux's names of instructions (avx512_vnni, asimd)."""
 
     model: str
     cores: int
     flags: frozenset[str]
+    quota: float | None = None  # of `cpu_quota`
 
 
 def _read(path: Path) -> str:
@@ -50,21 +52,18 @@ def _pairs(path: Path) -> dict[str, int]:
     return pairs
 
 
-def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
-    # Every memory cgroup of this process, innermost first: folder, limit file, usage file, key of inactive pages.
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    # Every cgroup of this process that may limit memory or cpu, innermost first: folder, and whether it is version 2.
     for line in _read(_PROC / "self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            mount, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = _CGROUP / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        unified = number == "0" and not controllers
+        if not unified and controller not in controllers.split(","):
             continue
+        mount = _CGROUP if unified else _CGROUP / controller
         # Inside a container the path may be the host's; folders that do not exist here are skipped by the caller.
         folder = mount / path.strip("/")
         for level in (folder, *folder.parents):
-            yield (level, *names)
+            yield level, unified
             if level == mount:
                 break
 
@@ -76,15 +75,42 @@ def memory() -> Memory:
     if not total:  # no /proc, as on macOS, where free memory is unknown
         total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     best = Memory(total, available, "machine")
-    for folder, limit_file, usage_file, cache_key in _cgroups():
-        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
+    for folder, unified in _cgroups("memory"):
+        limit = _number(folder / ("memory.max" if unified else "memory.limit_in_bytes"))
+        usage = _number(folder / ("memory.current" if unified else "memory.usage_in_bytes"))
         if limit is None or usage is None or limit >= total:
             continue
-        # Inactive file pages count as usage but are reclaimed when memory is allocated.
-        free = max(0, limit - usage + _pairs(folder / "memory.stat").get(cache_key, 0))
+        # Pages of files count as usage but are reclaimed when memory is allocated. They are also active: those of a
+        # model file that was read twice, or with the kernel's multi-generational LRU once.
+        pages, prefix = _pairs(folder / "memory.stat"), "" if unified else "total_"
+        files = sum(pages.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+        free = max(0, limit - usage + files)
         if min(free, limit) < best.available:
             best = Memory(limit, min(free, limit), str(folder))
     return best
+
+
+def _allowed_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """Return the cores' time that cgroups allow, such as 1.5 (docker --cpus); None if it is that of all cores."""
+    quotas = []
+    for folder, unified in _cgroups("cpu"):
+        if unified:
+            words = _read(folder / "cpu.max").split()
+        else:
+            words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):  # "max" and -1: no limit
+            quotas.append(int(words[0]) / int(words[1]))
+    quota = min(quotas, default=None)
+    return None if quota is None or quota >= _allowed_cores() else quota
+
+
+def usable_cores(quota: float | None) -> int:
+    """Return how many threads can compute at the same time under `quota`, of `cpu_quota`."""
+    return _allowed_cores() if quota is None else math.ceil(quota)
 
 
 def cpu() -> Cpu:
@@ -93,9 +119,8 @@ def cpu() -> Cpu:
     for line in _read(_PROC / "cpuinfo").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    flags = fields.get("flags", fields.get("Features", ""))
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return Cpu(fields.get("model name", ""), cores, frozenset(flags.split()))
+    flags, quota = fields.get("flags", fields.get("Features", "")), cpu_quota()
+    return Cpu(fields.get("model name", ""), usable_cores(quota), frozenset(flags.split()), quota)
 
 
 def cpu_wait_seconds() -> float | None:

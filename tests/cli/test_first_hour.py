@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mycli.cli import main as program
 from mycli.cli.chat.slash_commands import complete_path
 from mycli.cli.main import main
 from mycli.runtime.errors import Declined
@@ -293,6 +294,20 @@ def test_threads_are_told_to_torch_before_it_is_imported(monkeypatch: pytest.Mon
         with pytest.raises(SystemExit) as ended:
             main(line)
         assert ended.value.code == 0 and os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("quota, threads", [(None, None), (1.5, "2"), (0.5, "1")])
+def test_a_containers_quota_sets_the_threads(
+    quota: float | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "cpu_quota", lambda: quota)
+    for chosen in (None, "9"):  # the user's own setting stays
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen or "")
+        if chosen is None:
+            del os.environ["OMP_NUM_THREADS"]
+        with pytest.raises(SystemExit):
+            main(["list"])
+        assert os.environ.get("OMP_NUM_THREADS") == (chosen or threads)
 
 
 def test_threads_wait_for_work_so_shortly_that_a_neighbour_gets_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,62 @@ def test_cgroup_version_1(root: Path) -> None:
     assert machine.memory().available == GIB + GIB // 2
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_active_pages_of_files_are_free_too(root: Path, version: int) -> None:
+    """The pages of a model file that was read twice are active: without them, its second start would be refused."""
+    if version == 2:
+        files = {"proc/self/cgroup": "0::/\n", **v2("", str(4 * GIB), 3 * GIB, GIB)}
+        files["sys/fs/cgroup/memory.stat"] += f"active_file {GIB}\n"
+    else:
+        files = {"proc/self/cgroup": "4:memory:/\n"}
+        files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = str(4 * GIB)
+        files["sys/fs/cgroup/memory/memory.usage_in_bytes"] = str(3 * GIB)
+        files["sys/fs/cgroup/memory/memory.stat"] = f"total_inactive_file {GIB}\ntotal_active_file {GIB}\n"
+    write(root, {"proc/meminfo": MEMINFO, **files})
+    assert machine.memory().available == 3 * GIB
+
+
+def cpu_v2(text: str) -> dict[str, str]:
+    return {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": text}
+
+
+def cpu_v1(quota: int, period: int) -> dict[str, str]:
+    base = "sys/fs/cgroup/cpu/docker/7"
+    files = {f"{base}/cpu.cfs_quota_us": f"{quota}\n", f"{base}/cpu.cfs_period_us": f"{period}\n"}
+    return {"proc/self/cgroup": "5:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n0::/\n", **files}
+
+
+@pytest.mark.parametrize(
+    "files, quota, cores",
+    [
+        ({}, None, 8),
+        (cpu_v2("max 100000\n"), None, 8),
+        (cpu_v2("100000 100000\n"), 1.0, 1),
+        (cpu_v2("150000 100000\n"), 1.5, 2),
+        (cpu_v2("10000 100000\n"), 0.1, 1),
+        (cpu_v2("6400000 100000\n"), None, 8),
+        (cpu_v1(-1, 100000), None, 8),
+        (cpu_v1(250000, 100000), 2.5, 3),
+        (cpu_v1(0, 0), None, 8),
+    ],
+    ids=["none", "v2-max", "v2-1", "v2-1.5", "v2-0.1", "v2-64", "v1-max", "v1-2.5", "v1-invalid"],
+)
+def test_a_quota_of_cpu_time_limits_the_cores(
+    root: Path, files: dict[str, str], quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: set(range(8)))
+    write(root, files)
+    found = machine.cpu()
+    assert (found.quota, found.cores) == (quota, cores)
+
+
+def test_the_smallest_quota_of_nested_groups_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: set(range(8)))
+    files = {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "200000 100000\n"}
+    write(root, {**files, "sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"})
+    assert machine.cpu_quota() == 2.0
+
+
 def test_a_full_group_leaves_nothing(root: Path) -> None:
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **v2("", str(GIB), 2 * GIB, 0)}
     write(root, files)
