@@ -23,6 +23,7 @@ from mycli.runtime.utils.memory import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # a block of the packed layout
 _BITS = (8, 6, 5, 4, 3, 2)
+_FILLED_BYTES = 64 << 20
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
 _TABLES = {"e2m1": 20, "iq4": 36}  # `E2M1` and `IQ4` of packed_layout.h
@@ -289,7 +290,9 @@ def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
     library = build.native()
     if isinstance(library, Declined):
         return None
-    memory = huge_empty((nbytes,), torch.uint8).fill_(1)
+    memory = huge_empty((nbytes,), torch.uint8)
+    for offset in range(0, nbytes, _FILLED_BYTES):  # an interrupt is noticed between calls; a GiB may take seconds
+        memory[offset : offset + _FILLED_BYTES].fill_(1)
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
