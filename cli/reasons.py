@@ -24,6 +24,7 @@ REASONS: Mapping[str, str] = {
     "compiler-failed": "{compiler} failed: {error}",
     "untrusted-library-folder": "{folder} {problem}, so its libraries cannot be trusted (run chmod 700 on it, "
     "or set XDG_CACHE_HOME)",
+    "unwritable-library-folder": "cannot write {folder}: {error} (set XDG_CACHE_HOME to a folder that can be written)",
     "system-error": "{error}",
     # what any kernel may need
     "not-on-cpu": "runs on the CPU only, not on {device}",

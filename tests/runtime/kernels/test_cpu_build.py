@@ -3,8 +3,10 @@
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +45,14 @@ def test_memory_bandwidth_is_that_of_the_best_reading(monkeypatch: pytest.Monkey
     moments = itertools.accumulate([0, 9e-3, 1, 2e-3, 1, 5e-3])
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     assert memory_bandwidth(1 << 20, 3) == pytest.approx((1 << 20) / 2e-3)
+
+
+def test_memory_bandwidth_fills_memory_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is one that an interrupt waits for: filling a GiB takes seconds on a busy machine."""
+    filled: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: filled.append(tensor.nbytes))
+    memory_bandwidth(200 << 20, 1)
+    assert sum(filled) == 200 << 20 and max(filled) <= 64 << 20
 
 
 @pytest.mark.usefixtures("library")
@@ -147,6 +157,39 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(BuildError, match="compiler-failed.*no such luck"):
         compile_library(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError) as raised:
+        compile_library(tmp_path / "file" / "kernels")
+    folder = str(tmp_path / "file" / "kernels")
+    assert raised.value.declined == Declined(
+        "unwritable-library-folder", {"folder": folder, "error": "Not a directory"}
+    )
+
+
+def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal reaches this process alone, as from a service manager; g++ starts a process of its own."""
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, f"sleep 60 & echo $! >> {pids}; wait")))
+
+    def interrupt() -> None:
+        while not pids.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    began = time.monotonic()
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        compile_library(tmp_path / "cache")
+    thread.join()
+    assert time.monotonic() - began < 30
+    assert list((tmp_path / "cache").iterdir()) == []
+    for pid in pids.read_text().split():
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"  # nothing reaped it yet
 
 
 def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

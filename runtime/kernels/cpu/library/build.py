@@ -241,9 +241,17 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
     A folder that other users can write to is made private. Raises BuildError, also for a folder of another user.
     """
     recipe = _recipe(tuple(extra_flags))
-    compiler, target = recipe.compiler, folder / recipe.name
-    if not _cache_problem(target):
-        return target
+    target = folder / recipe.name
+    try:
+        if _cache_problem(target):
+            _compile(recipe, folder, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise BuildError(Declined("unwritable-library-folder", {"folder": str(folder), "error": reason})) from None
+    return target
+
+
+def _compile(recipe: _Recipe, folder: Path, target: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with suppress(PermissionError):  # another user's folder, which is refused next
         folder.chmod(0o700)
@@ -251,8 +259,7 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
         raise BuildError(Declined("untrusted-library-folder", {"folder": str(folder), "problem": problem}))
     # Linking with -fopenmp would load the system's OpenMP in addition to torch's.
     link = ("-Wl,-z,defs", recipe.openmp)
-    compile_sources(compiler, recipe.sources, recipe.flags, link, target, sealed=True)
-    return target
+    compile_sources(recipe.compiler, recipe.sources, recipe.flags, link, target, sealed=True)
 
 
 def _cache_problem(target: Path) -> str:

@@ -4,15 +4,18 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from mycli.runtime.device.system import cpu
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.seal import seal
 from mycli.runtime.utils.files import flush
@@ -88,7 +91,7 @@ def compile_sources(
     """Compile and link a shared library and move it to `target` atomically. Raises BuildError.
 
     `link`: options after the object files; `sealed`: append a checksum. As many files are compiled in parallel as there
-    are processors.
+    are cores.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
@@ -96,9 +99,8 @@ def compile_sources(
             (Path(work) / name).parent.mkdir(exist_ok=True)
             (Path(work) / name).write_bytes(text)
         commands = [[compiler, *flags, *options, "-c", name, "-o", f"{name}.o"] for name, options in SOURCES.items()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(partial(_run, work), commands))
-        _run(work, [compiler, "-shared", *(f"{name}.o" for name in SOURCES), *link, "-o", "library.so"])
+        _run_all(work, commands)
+        _run_all(work, [[compiler, "-shared", *(f"{name}.o" for name in SOURCES), *link, "-o", "library.so"]])
         library = Path(work) / "library.so"
         if sealed:
             seal(library)
@@ -107,12 +109,42 @@ def compile_sources(
     flush(target.parent)
 
 
-def _run(work: str, command: Sequence[str]) -> None:
+def _run_all(work: str, commands: Sequence[Sequence[str]]) -> None:
+    # An exception, such as that of a signal, ends the compilers: they need most of a minute, and a service is killed
+    # a few seconds after its SIGTERM.
+    running: list[subprocess.Popen[str]] = []
+    with ThreadPoolExecutor(cpu().cores) as pool:
+        jobs = [pool.submit(_run, work, command, running) for command in commands]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(job.done() for job in jobs):  # a job may be starting its compiler
+                for process in running:
+                    _kill(process)
+                time.sleep(0.02)
+            raise
+
+
+def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]]) -> None:
+    # A process group of its own: g++ starts the compiler proper, which would outlive it.
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=work, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    running.append(process)
     try:
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
+        _, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
+        _kill(process)
+        process.communicate()
         raise BuildError(Declined("compiler-timeout", {"compiler": command[0], "seconds": TIMEOUT})) from None
-    if done.returncode:
-        words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        error = f"{words[0]:.200}" if words else f"exit code {done.returncode}"
+    if process.returncode:
+        words = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+        error = f"{words[0]:.200}" if words else f"exit code {process.returncode}"
         raise BuildError(Declined("compiler-failed", {"compiler": command[0], "error": error}))
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
