@@ -139,10 +139,12 @@ class Output:
             self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
             self._text.flush()
 
-    def while_reading(self, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
-        """Yield `pieces`; on a terminal, show until the first one that `done()` of `total` prompt tokens are read."""
+    def while_reading(
+        self, pieces: Iterator[str], total: int, progress: Callable[[], tuple[int, int]]
+    ) -> Iterator[str]:
+        """Yield `pieces`; on a terminal, show until the first one how many of `total` prompt tokens are read."""
         silent = self._quiet or self.plain or not self._stderr.isatty()
-        return pieces if silent else show_reading(self._stderr, pieces, total, done)
+        return pieces if silent else show_reading(self._stderr, pieces, total, progress)
 
     def markdown(self) -> LiveMarkdown:
         """Start rendering a growing text as Markdown on the terminal."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
 from mycli.cli.replies.generation import GrammarOfPrompt, describe, limit_reasoning
-from mycli.cli.text.format import compact, draft_statistics
+from mycli.cli.text.format import compact, draft_statistics, speed_statistics
 from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import UsageError
@@ -168,9 +168,7 @@ class Chat:
         timing, engine = reply.timing, self.loaded.engine
         return " · ".join(
             (
-                f"{len(reply.tokens)} tok",
-                f"{timing.tokens_per_second:.0f} tok/s",
-                f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
+                *speed_statistics(len(reply.tokens), timing),
                 f"prompt {timing.prompt} ({timing.cached} cached)",
                 *draft_statistics(timing),
                 f"ctx {compact(timing.prompt + len(reply.tokens))}/{compact(engine.context)}",

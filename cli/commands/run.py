@@ -20,7 +20,7 @@ from mycli.cli.flags.reply import BeamFlags, GrammarFlags, PromptFlags
 from mycli.cli.load import load_engine
 from mycli.cli.replies.generation import TOGETHER, Generator
 from mycli.cli.replies.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
-from mycli.cli.text.format import draft_statistics
+from mycli.cli.text.format import draft_statistics, speed_statistics
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.errors import ExitCode, GateError, UsageError
 from mycli.runtime.sampling.params import SamplingParams
@@ -244,7 +244,6 @@ def _stream(call: Call, generator: Generator, reply: "Completion", escapes: bool
     if disturbance := contention.note():
         call.out.note(f"({disturbance}; --threads N uses fewer cores)")
     timing = reply.timing
-    first = f"TTFT {timing.first_token_seconds * 1e3:.0f} ms"
-    speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
-    parts = (speed, first, f"prompt {timing.prompt}", *draft_statistics(timing), f"loaded in {loading:.1f} s")
+    speed = speed_statistics(len(reply.tokens), timing, digits=1)
+    parts = (*speed, f"prompt {timing.prompt}", *draft_statistics(timing), f"loaded in {loading:.1f} s")
     call.out.detail(" · ".join(parts))

@@ -72,6 +72,13 @@ def experts_in_memory(plan: "MemoryPlan") -> str:
     return f"{slots} of {most} per layer in memory ({size}), the others are read from disk on demand"
 
 
+def speed_statistics(tokens: int, timing: "Timing", digits: int = 0) -> list[str]:
+    """Return ["81 tok", "45 tok/s", "TTFT 22 ms"], without what a reply that was stopped early does not show."""
+    rate = [f"{timing.tokens_per_second:.{digits}f} tok/s"] if timing.tokens_per_second else []
+    first = [f"TTFT {timing.first_token_seconds * 1e3:.0f} ms"] if timing.generated else []
+    return [f"{tokens} tok", *rate, *first]
+
+
 def draft_statistics(timing: "Timing") -> list[str]:
     """Return ["draft 71% (1.6x)"]: acceptance and speed-up; empty without a draft."""
     if timing.record is None:

@@ -108,17 +108,20 @@ class CpuContention:
         return f"busy machine: other programs used {share:.1f} s of CPU time per second" if share > BUSY_SHARE else ""
 
 
-def show_reading(stream: TextIO, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
+def show_reading(
+    stream: TextIO, pieces: Iterator[str], total: int, progress: Callable[[], tuple[int, int]]
+) -> Iterator[str]:
     """Yield the `pieces` of a reply; until the first one, show on `stream` how much of the prompt has been read."""
     first_arrived = threading.Event()
 
     # In a thread of its own: the main thread is busy computing the prompt.
     def watch() -> None:
-        start, before, shown = time.monotonic(), done(), False
+        start, shown = time.monotonic(), False
         while not first_arrived.wait(READING_SECONDS):
-            count, shown = min(done(), total), True
-            rate = max(count - before, 0) / (time.monotonic() - start)
-            stream.write(f"\r\x1b[Kreading the prompt: {count} of {total} tokens, {rate:.0f} tok/s")
+            (count, cached), shown = progress(), True  # finding cached tokens took no time
+            computed, seconds = min(count, total) - cached, time.monotonic() - start
+            rate = f", {computed / seconds:.0f} tok/s" if computed > 0 else ""
+            stream.write(f"\r\x1b[Kreading the prompt: {min(count, total)} of {total} tokens{rate}")
             stream.flush()
         if shown:
             stream.write("\r\x1b[K")

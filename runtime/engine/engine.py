@@ -93,9 +93,10 @@ class Engine:
         return self.runner.nbytes + self.cache.nbytes + (0 if self.speculator is None else self.speculator.nbytes)
 
     @property
-    def tokens_read(self) -> int:
-        """Tokens in the cache of the longest running sequence: the progress of a prompt."""
-        return max((sequence.table.length for sequence in self.scheduler.running), default=0)
+    def tokens_read(self) -> tuple[int, int]:
+        """Tokens of the longest running sequence in the cache, and the number found there: the progress of a prompt."""
+        running = self.scheduler.running
+        return max(((sequence.table.length, sequence.cached) for sequence in running), default=(0, 0))
 
     @property
     def shares_cores(self) -> bool:

@@ -1,7 +1,9 @@
 """Test terminal output: word wrap, notices after replies, progress, and columns that fit."""
 
 import io
+import itertools
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -102,12 +104,27 @@ def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: 
         yield "a"
         yield "b"
 
-    assert list(show_reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
+    assert list(show_reading(stream, slow(), 512, lambda: (next(counts), 0))) == ["a", "b"]
     assert stream.getvalue().endswith("\r\x1b[K")
     assert all(int(rate) > 0 for rate in re.findall(r", (\d+) tok/s", stream.getvalue()))
     monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 60)
     silent = io.StringIO()
-    assert list(show_reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""
+    assert list(show_reading(silent, iter(["a"]), 5, lambda: (5, 0))) == ["a"] and silent.getvalue() == ""
+
+
+def test_the_speed_of_a_prompt_counts_no_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that continues a conversation finds 4,000 tokens: they are not read at 40,000 tokens per second."""
+    monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 0.1)
+    stream, counts = io.StringIO(), itertools.chain([(0, 0), (4000, 4000)], itertools.repeat((4001, 4000)))
+
+    def slow() -> Iterator[str]:
+        while "4001 of 4100 tokens" not in stream.getvalue():
+            time.sleep(0.01)
+        yield "a"
+
+    assert list(show_reading(stream, slow(), 4100, lambda: next(counts))) == ["a"]
+    assert "4000 of 4100 tokens\r" in stream.getvalue()
+    assert all(int(rate) < 10 for rate in re.findall(r", (\d+) tok/s", stream.getvalue()))
 
 
 def test_a_narrow_terminal_shows_the_columns_that_matter() -> None:

@@ -12,8 +12,10 @@ from mycli.cli.text.format import (
     compact,
     draft_statistics,
     file_activation_rows,
+    speed_statistics,
 )
 from mycli.quant.calls.record import CallCounts, CallQuality, TokenAgreement
+from mycli.runtime.engine.stats import Timing
 from mycli.runtime.quantization.activations import (
     MAX_ADDED_KL,
     MAX_MOVED_KL,
@@ -32,6 +34,14 @@ def test_drafts_are_described(passes: int, speedup: float | None, words: list[st
     assert draft_statistics(timing) == words
     timing.record = None
     assert draft_statistics(timing) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [([], ["0 tok"]), ([0.022], ["1 tok", "TTFT 22 ms"]), ([0.022, 0.02], ["2 tok", "50 tok/s", "TTFT 22 ms"])],
+)
+def test_a_reply_stopped_early_has_no_speed(seconds: list[float], words: list[str]) -> None:
+    assert speed_statistics(len(seconds), Timing(token_seconds=seconds)) == words
 
 
 @pytest.mark.parametrize(
