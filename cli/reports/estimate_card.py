@@ -114,8 +114,11 @@ def estimate_json(subject: EstimateSubject, ranks: int | None) -> dict[str, Any]
         answer["more_gpus"] = more
     if ranks is not None:
         lines = [
-            f"{obstacle.where}: {obstacle.problem}" + (f" ({obstacle.layers} layers)" if obstacle.layers > 1 else "")
-            for obstacle in obstacles(plan.config, plan.packings, ranks)
+            f"{prefix}{obstacle.where}: {obstacle.problem}"
+            + (f" ({obstacle.layers} layers)" if obstacle.layers > 1 else "")
+            for prefix, part in (("", plan), ("draft: ", plan.draft))
+            if part is not None
+            for obstacle in obstacles(part.config, part.packings, ranks)
         ]
         rank_bytes = memory.rank_bytes(plan, ranks)
         answer["tensor_parallel"] = {

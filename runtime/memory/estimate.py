@@ -75,8 +75,15 @@ def rank_bytes(plan: MemoryPlan, ranks: int) -> int:
     """Return the bytes on each of `ranks` GPUs with tensor parallelism."""
     # Buffers of a pass and the process are counted whole for each; a KV head is not split.
     whole = estimate(plan)
-    shared = (whole.weights + whole.embeddings) // ranks + whole.cache // min(ranks, plan.config.kv_heads)
+    shared = _rank_share(whole, plan, ranks)
+    if plan.draft is not None:  # vLLM and SGLang split a draft as they split the model
+        draft = replace(plan.draft, context=plan.context, batch=plan.batch)
+        shared += _rank_share(estimate(draft), draft, ranks)
     return shared + whole.workspace.total + whole.runtime
+
+
+def _rank_share(parts: Estimate, plan: MemoryPlan, ranks: int) -> int:
+    return (parts.weights + parts.embeddings) // ranks + parts.cache // min(ranks, plan.config.kv_heads)
 
 
 def _all_positions(plan: MemoryPlan) -> int:

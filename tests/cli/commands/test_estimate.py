@@ -251,6 +251,17 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
     assert f"over {ranks} GPUs (vLLM, SGLang with Marlin): {'yes' if possible else 'no'}" in text
 
 
+def test_tensor_parallel_splits_a_draft_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft has two heads, one of them for keys and values, and 2.75 MiB of weights and cache."""
+    plain, drafted = (
+        answer(capsys, "pico", "--device", "cpu", "--tp", "2", *draft)["tensor_parallel"]
+        for draft in ((), ("--draft", "pico-draft"))
+    )
+    assert drafted["possible"] and 1 << 20 < drafted["bytes_each"] - plain["bytes_each"] < 3 << 20
+    found = answer(capsys, "pico", "--draft", "pico-draft", "--tp", "4")["tensor_parallel"]
+    assert found["obstacles"] == ["draft: num_attention_heads: 2 heads cannot be divided by 4"]
+
+
 def test_verify_compares_with_a_real_process() -> None:
     # For a model this small, Python and torch take most of the memory, and they differ by some MiB between machines.
     command = [sys.executable, "-m", "mycli.cli", "estimate", "pico", "--verify", "--device", "cpu", "--json"]
