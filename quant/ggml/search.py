@@ -23,7 +23,7 @@ def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved
 
     Raises ModelError for weights that are not finite or too large for fp16 factors.
     """
-    require_representable(weight, torch.float16)
+    require_representable(weight, torch.float16, "GGUF stores float16 scales; choose a format that keeps bfloat16 ones")
     step = max(1, SEARCH_WEIGHTS // weight.shape[1])
     parts = [_search_rows(weight[start : start + step], kind, importance) for start in range(0, len(weight), step)]
     minima = [part.minima for part in parts if part.minima is not None]

@@ -7,6 +7,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu.rounding import ScaleSearch
 
 SEARCH_WEIGHTS = 1 << 20  # per chunk of rows: bounds the memory of a search and keeps two cores busy
+_WIDER_DTYPE = "the checkpoint's dtype does not hold its own weights; convert it to bfloat16 first"
 
 
 def grouped(weight: Tensor, groups: int) -> Tensor:
@@ -14,14 +15,14 @@ def grouped(weight: Tensor, groups: int) -> Tensor:
     return weight.float().reshape(weight.shape[0], groups, -1)
 
 
-def require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
+def require_representable(extreme: Tensor, dtype: torch.dtype, remedy: str = _WIDER_DTYPE) -> None:
     if not torch.isfinite(extreme).all():
         raise ModelError("the weight holds NaN or infinity", "the model is damaged; it cannot be quantized")
     limit = torch.finfo(dtype).max
     if extreme.numel() and extreme.abs().max() > limit:
         raise ModelError(
             f"a weight of {float(extreme.abs().max()):g} is beyond the range of {dtype} scales ({limit:g})",
-            "the checkpoint's dtype does not hold its own weights; convert it to bfloat16 first",
+            remedy,
         )
 
 

@@ -13,6 +13,7 @@ from mycli.quant.ggml.block_type import Multiples
 from mycli.quant.ggml.search import _least_squares
 from mycli.quant.ggml.solve import _SuperBlock, factor_for, round_blocks, solve
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.errors import ModelError
 
 ROWS, COLUMNS = 24, 256
 
@@ -101,3 +102,12 @@ def test_a_refit_recovers_the_scales_and_minima_of_its_levels(kind: str) -> None
     weights = torch.rand(3, 4, 32, generator=random) + 0.1
     found = _least_squares(groups, levels, weights, types.load(kind))
     torch.testing.assert_close(found, (scales, minima), rtol=1e-3, atol=1e-4)
+
+
+def test_a_weight_beyond_float16_is_refused_with_a_remedy_that_helps() -> None:
+    """Another dtype of the checkpoint changes nothing: the file format has float16 scales."""
+    weight = torch.zeros(1, COLUMNS)
+    weight[0, 0] = 1e5
+    with pytest.raises(ModelError, match="beyond the range of torch.float16") as raised:
+        round_blocks(weight, types.load("Q4_K"))
+    assert "GGUF" in raised.value.hint and "convert" not in raised.value.hint
