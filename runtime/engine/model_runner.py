@@ -123,11 +123,12 @@ class ModelRunner:
         sampling: Sequence[DeviceSampling],
         cache: KVCache,
         count: int,
-        stop_ids: frozenset[int],
+        stop_ids: Sequence[frozenset[int]],
     ) -> Iterator[TokenSteps] | None:
         """Yield the next tokens of each sequence, up to `count`, by passes that also sample.
 
-        chunks: the last token of each sequence. Returns None if no pass takes this: sample from the logits of `run`.
+        chunks: the last token of each sequence; stop_ids: of each. Returns None if no pass takes this: sample from the
+        logits of `run`.
         """
         if self.device.type == "cuda":
             use_device(self.device)

@@ -135,7 +135,7 @@ class TokensAhead:
     ) -> Iterator[TokenSteps] | None:
         left = min([part.sequence.limit - part.sequence.sampled for part in scheduled])
         count = scheduler.reserve_ahead(scheduled, left)
-        stop_ids = frozenset[int]().union(*[part.sequence.request.stop_ids for part in scheduled])
+        stop_ids = [part.sequence.request.stop_ids for part in scheduled]
         chunks = [part.chunk([]) for part in scheduled]
         return self._runner.tokens(chunks, sampling, self._cache, count, stop_ids)
 

@@ -109,6 +109,6 @@ def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
 
 
 def _tokens(engine: Engine, work: list[Chunk], sampling: DeviceSampling) -> None:
-    steps = engine.runner.tokens(work, [sampling] * len(work), engine.cache, _STEPS, frozenset())
+    steps = engine.runner.tokens(work, [sampling] * len(work), engine.cache, _STEPS, [frozenset()] * len(work))
     for _ in steps or ():
         pass

@@ -36,14 +36,15 @@ class DeviceRuns:
     """The tokens of a captured pass: `tokens` rows of each sequence, the first `counts` of which are not padding.
 
     starts int32 [sequences]: positions of the first tokens; at 0 a state is zero. slots int64 [sequences]; counts int32
-    [sequences], 0 for a padding sequence. Result rows of padding are undefined. advances: whether states change.
+    [sequences], 0 for a padding sequence. Result rows of padding are undefined. advances int32 [sequences]: 0 where the
+    state must not change.
     """
 
     tokens: int
     starts: Tensor
     slots: Tensor
     counts: Tensor
-    advances: bool
+    advances: Tensor
 
     def run(
         self,
@@ -53,12 +54,12 @@ class DeviceRuns:
     ) -> Tensor:
         """Apply `step` to the rows that are not padding, sequence by sequence: rows and states on the CPU."""
         result: Tensor | None = None
-        bounds = zip(self.starts.tolist(), self.slots.tolist(), self.counts.tolist(), strict=True)
-        for place, (start, slot, count) in enumerate(bounds):
+        runs = (self.starts, self.slots, self.counts, self.advances)
+        for place, (start, slot, count, advances) in enumerate(zip(*(run.tolist() for run in runs), strict=True)):
             if not count:
                 continue
             current = tuple(state[slot : slot + 1] for state in states)
-            current = current if self.advances else tuple(state.clone() for state in current)
+            current = current if advances else tuple(state.clone() for state in current)
             if not start:
                 for state in current:
                     state.zero_()

@@ -13,8 +13,8 @@ from mycli.runtime.kernels.triton.latent_kernel import combine_latent_kernel, la
 from mycli.runtime.kernels.triton.recurrent_kernel import convolve_kernel, delta_kernel, scan_kernel
 from tests.ptx.build import Build
 
-_RUNS = {"starts": "*i32", "slots": "*i64", "counts": "*i32", "stride": "i32", "tokens": "i32", "advances": "i32"}
-_LOOSE = ("tokens", "advances")
+_RUNS = {"starts": "*i32", "slots": "*i64", "counts": "*i32", "advances": "*i32", "stride": "i32", "tokens": "i32"}
+_LOOSE = ("tokens",)
 
 
 def recurrent_builds() -> Iterator[Build]:

@@ -24,7 +24,7 @@ class PassInput:
 
     sampling: the settings of each sequence.
     hook: receives the hidden states. For tokens each chunk is the last token of its sequence, blocks are reserved for
-    `count` more, and nothing after a token of `stop_ids` is needed.
+    `count` more, and nothing after a token of its `stop_ids` is needed.
     """
 
     chunks: Sequence[Chunk]
@@ -33,7 +33,7 @@ class PassInput:
     hook: HiddenStateHook | None = None
     sampling: Sequence[DeviceSampling] | None = None
     count: int = 1
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids: Sequence[frozenset[int]] = ()
 
     @cached_property
     def rows(self) -> int:

@@ -299,7 +299,7 @@ class CpuPass:
         # Measured for each number of sequences; the first call with a new number makes one token.
         passes = min(work.count, int(CALL_SECONDS / self._seconds.get(sequences, CALL_SECONDS)) or 1)
         rows = _PassRows(work.chunks, work.rope, None)
-        stop_ids = sorted(work.stop_ids)
+        stop_ids = sorted(frozenset[int]().union(*work.stop_ids))
         stops = (c_int64 * len(stop_ids))(*stop_ids)
         loop = CLoop(
             model.embedding.data_ptr(),

@@ -122,6 +122,8 @@ class CudaPass:
             return Declined("host-sampling")
         if shape[0] > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
             return Declined("many-penalties", {"sequences": len(work.chunks), "most": self.loop.MOST_PENALIZED})
+        if work.cache.states.recurrent and (stops := max(map(len, work.stop_ids), default=0)) > self.loop.MOST_STOPS:
+            return Declined("many-stop-tokens", {"tokens": stops, "most": self.loop.MOST_STOPS})
         return self.loop.declined if self.trusts(shape) else Declined("not-compared")
 
     @torch.inference_mode()
@@ -139,7 +141,7 @@ class CudaPass:
         """
         shape = _shape(work)
         if shape is not None and self.takes(work) is None:
-            self.step(replace(_inputs(work, shape), advances=False), work.rope, work.cache, _last_only(work))
+            self.step(_inputs(work, shape).resting(), work.rope, work.cache, _last_only(work))
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         assert self.loop is not None
@@ -172,16 +174,16 @@ class CudaPass:
         expected = None
         if not self.trusts(shape):
             expected = self._expected(work)  # first: the cache must end up with what replays write
-        inputs, recurrent = _inputs(work, shape), work.cache.states.recurrent
+        inputs = _inputs(work, shape)
         # Where it fails or differs, states must be as before: `plain` continues from them.
-        logits = self.step(replace(inputs, advances=not recurrent), graphs.rope, work.cache, last)[: len(work.chunks)]
+        logits = self.step(inputs.resting(), graphs.rope, work.cache, last)[: len(work.chunks)]
         declined = None
         if expected is not None:
             declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
             return None
-        if recurrent:
+        if inputs.states is not None:
             logits = self.step(inputs, graphs.rope, work.cache, last)[: len(work.chunks)]
         self._compared.add(shape)
         graphs.by_shape[key] = None
@@ -273,8 +275,7 @@ def _compile_looping(
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
     way = compile_step(model, step, kv, GraphCapture(), report, name, step)
-    # The loop runs ahead of what the host accepts, and a recurrent state cannot be taken back.
-    if isinstance(way, CudaPass) and not model.config.has_recurrent:
+    if isinstance(way, CudaPass):
         way.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
     return way
 

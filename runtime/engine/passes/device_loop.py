@@ -4,11 +4,16 @@ A step is a fused pass (`fused`) and the sampling of its token (`triton.sample`)
 captured as a CUDA graph the second time that it is needed for a cache and a padded number of sequences. Tokens,
 lengths, block tables, random numbers and the settings of each sequence are in device buffers, so the next launch starts
 before the tokens of this one are read.
+
+Keys and values of surplus tokens are overwritten, but a recurrent state cannot be taken back, and later requests resume
+at it. So it stops advancing on the device once its sequence has sampled a stop token, and the next launch waits until
+the tokens of this one are accepted: the states are always those after the tokens in the cache.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,6 +41,7 @@ class _Buffers:
     feedback: SamplingBuffers
     inputs: StepInput  # its tokens and lengths are those of `feedback`
     rope: Rope  # graphs hold the addresses of its tables
+    stops: Tensor | None  # int64 [sequences, MOST_STOPS], filled with -1, for models with recurrent states
     penalties: Penalties | None = None  # made for the first request that has some
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
@@ -67,6 +73,7 @@ class DeviceLoop:
     """
 
     MOST_PENALIZED = 32  # sequences; each takes five bytes for every token of the vocabulary
+    MOST_STOPS = 16  # stop tokens of a sequence with recurrent states
 
     def __init__(self, step: Step, capture: Capture | None, report: OnDecline = lambda declined: None) -> None:
         self._step, self._capture, self._report = step, capture, report
@@ -99,9 +106,9 @@ class DeviceLoop:
             return self._launch(buffers, work, filters, steps)
 
         began = time.perf_counter()
-        ahead = self._or_fail(launch)
-        while ahead is not None:
-            current, ahead = ahead, self._or_fail(launch)
+        current = self._or_fail(launch)
+        while current is not None:
+            ahead = None if work.cache.states.recurrent else self._or_fail(launch)
             result = self._or_fail(current.read)
             if result is None:
                 return
@@ -109,6 +116,7 @@ class DeviceLoop:
             # Host time counts where the host is slower than the device; device time counts while the caller worked.
             yield tokens, max(seconds, time.perf_counter() - began)
             began = time.perf_counter()
+            current = self._or_fail(launch) if work.cache.states.recurrent else ahead
 
     def _or_fail(self, work: Callable[[], _T | None]) -> _T | None:
         try:
@@ -127,11 +135,12 @@ class DeviceLoop:
         by_count = self._buffers.setdefault(work.cache, {})
         buffers = by_count.get(padded)
         if buffers is None or buffers.rope is not work.rope:
-            device = work.rope.device
+            device, recurrent = work.rope.device, work.cache.states.recurrent
             feedback = SamplingBuffers.make(STEPS, padded, device)
-            table = torch.zeros(padded, block_table_width(work), dtype=torch.int32, device=device)
-            inputs = StepInput(feedback.tokens, feedback.lengths, table)
-            buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope)
+            inputs = StepInput.zeros(padded, 1, block_table_width(work), device, recurrent=recurrent)
+            inputs = replace(inputs, tokens=feedback.tokens, lengths=feedback.lengths)
+            stops = torch.full((padded, self.MOST_STOPS), -1, device=device) if recurrent else None
+            buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope, stops)
         return buffers
 
     @torch.inference_mode()
@@ -139,6 +148,10 @@ class DeviceLoop:
         buffers = self._buffers_of(work)
         to, rows = buffers.feedback, len(sampling)
         buffers.inputs.fill(work.chunks)
+        if buffers.stops is not None and buffers.inputs.advances is not None:
+            columns = [[*row, *[-1] * (self.MOST_STOPS - len(row))] for row in work.stop_ids]
+            buffers.stops[:rows].copy_(torch.tensor(columns), non_blocking=True)
+            buffers.inputs.advances.fill_(1)
         vocab = sampling[0].vocab_size
         settings = (
             (to.temperature, [row.temperature or 1.0 for row in sampling]),
@@ -191,12 +204,14 @@ class DeviceLoop:
         assert work.sampling is not None
         to, vocab, sequences = buffers.feedback, work.sampling[0].vocab_size, len(work.sampling)
         random = any(row.temperature > 0 for row in work.sampling)
-        penalties = buffers.penalties if filters.penalties else None
+        penalties, advances = buffers.penalties if filters.penalties else None, buffers.inputs.advances
 
         def run_steps() -> Tensor:
             for index in range(steps):
                 logits = self._step(buffers.inputs, buffers.rope, work.cache, last=True)[:, -1]
                 sample_tokens(logits, vocab, random, to, index, filters, penalties)
+                if advances is not None and buffers.stops is not None:
+                    advances.mul_((to.tokens != buffers.stops).all(dim=1))
             return to.chosen
 
         run = self._captured(buffers, (steps, vocab, random, filters), run_steps)
@@ -214,17 +229,33 @@ class DeviceLoop:
         captured = buffers.graphs.get(kind)
         if captured is not None:
             return captured
-        if self._capture is None or kind not in buffers.graphs:
+        if kind not in buffers.graphs:
+            if buffers.stops is not None:  # where it fails, the host continues from the states before it
+                with _undone(buffers):
+                    work()
             buffers.graphs[kind] = None
             return work
-        changed = [buffers.feedback.tokens, buffers.feedback.lengths]
-        if buffers.penalties is not None:
-            changed += [buffers.penalties.seen, buffers.penalties.counts]
-        saved = [tensor.clone() for tensor in changed]
-        captured = buffers.graphs[kind] = self._capture(work)
-        for tensor, before in zip(changed, saved, strict=True):
-            tensor.copy_(before)  # capturing may have run it
+        if self._capture is None:
+            return work
+        with _undone(buffers):  # capturing may run it
+            captured = buffers.graphs[kind] = self._capture(work)
         return captured
+
+
+@contextmanager
+def _undone(buffers: _Buffers) -> Iterator[None]:
+    """Undo what a launch changes in `buffers`; recurrent states do not advance in it."""
+    changed = [buffers.feedback.tokens, buffers.feedback.lengths]
+    if buffers.penalties is not None:
+        changed += [buffers.penalties.seen, buffers.penalties.counts]
+    if buffers.inputs.advances is not None:
+        changed.append(buffers.inputs.advances)
+    saved = [tensor.clone() for tensor in changed]
+    if buffers.inputs.advances is not None:
+        buffers.inputs.advances.zero_()
+    yield
+    for tensor, before in zip(changed, saved, strict=True):
+        tensor.copy_(before)
 
 
 def filters_of(sampling: Sequence[DeviceSampling]) -> Filters:

@@ -40,7 +40,7 @@ class DeviceSequences:
         self._offsets = self.positions % cache.block_size
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
         self._ragged = Ragged(starts, lengths, table, new, counts=counts)
-        if inputs.states is not None:
+        if inputs.states is not None and inputs.advances is not None:
             real = (torch.full_like(lengths, new) if counts is None else counts) * present
             self._runs = DeviceRuns(new, lengths - new, inputs.states, real.int(), inputs.advances)
             # The state of a sequence advances once: its padding, and padding sequences, repeat rows of the result.

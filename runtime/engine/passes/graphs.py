@@ -1,7 +1,7 @@
 """CUDA graphs: capturing launches and replaying them, and the device buffers that a replayed step reads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ class StepInput:
     tokens int64 [sequences, new]; lengths int32 [sequences], including all new tokens, 0 for a padding sequence;
     block_table int32 [sequences, blocks]; counts int32 [sequences]: new tokens of each sequence that are not padding,
     which come first; None if there is no padding. states int64 [sequences]: slots of recurrent states, if there are
-    any; advances: whether the step changes them.
+    any; advances int32 [sequences]: 0 where the step must not change the state.
     """
 
     tokens: Tensor
@@ -32,7 +32,7 @@ class StepInput:
     block_table: Tensor
     counts: Tensor | None = None
     states: Tensor | None = None
-    advances: bool = True
+    advances: Tensor | None = None
 
     @classmethod
     def zeros(
@@ -45,7 +45,12 @@ class StepInput:
             torch.zeros(sequences, width, dtype=torch.int32, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device) if padded else None,
             torch.zeros(sequences, dtype=torch.int64, device=device) if recurrent else None,
+            torch.ones(sequences, dtype=torch.int32, device=device) if recurrent else None,
         )
+
+    def resting(self) -> "StepInput":
+        """Return this input for a step that changes no recurrent state."""
+        return self if self.advances is None else replace(self, advances=torch.zeros_like(self.advances))
 
     @property
     def new(self) -> int:

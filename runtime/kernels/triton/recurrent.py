@@ -32,8 +32,8 @@ def triton_convolve(
     block_c = _CHANNELS // block_t
     y = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
     convolve_kernel[(len(runs.slots), cdiv(channels, block_c))](
-        *(x, weight, bias, state, y, runs.starts, runs.slots, runs.counts, x.stride(0), channels, runs.tokens),
-        int(runs.advances),
+        *(x, weight, bias, state, y, runs.starts, runs.slots, runs.counts, runs.advances),
+        *(x.stride(0), channels, runs.tokens),
         TAPS=taps,
         BLOCK_T=block_t,
         BLOCK_C=block_c,
@@ -54,8 +54,8 @@ def triton_delta_rule(
 
     y = torch.empty((len(qkv), sizes.heads * sizes.value_dim), dtype=qkv.dtype, device=qkv.device)
     delta_kernel[(cdiv(sizes.value_dim, _COLUMNS), sizes.heads, len(runs.slots))](
-        *(qkv.contiguous(), gates, rate, dt_bias, state, y, runs.starts, runs.slots, runs.counts, gates.stride(0)),
-        *(runs.tokens, int(runs.advances), sizes.beta_scale, sizes.floor),
+        *(qkv.contiguous(), gates, rate, dt_bias, state, y, runs.starts, runs.slots, runs.counts, runs.advances),
+        *(gates.stride(0), runs.tokens, sizes.beta_scale, sizes.floor),
         COPIES=sizes.heads // sizes.key_heads,
         KEY_HEADS=sizes.key_heads,
         KEY_DIM=sizes.key_dim,
@@ -88,8 +88,8 @@ def triton_scan(
 
     y = torch.empty((len(x), sizes.heads * sizes.head_dim), dtype=x.dtype, device=x.device)
     scan_kernel[(cdiv(sizes.head_dim, _COLUMNS), sizes.heads, len(runs.slots))](
-        *(x.contiguous(), steps, rate, dt_bias, skip, state, y, runs.starts, runs.slots, runs.counts, steps.stride(0)),
-        *(runs.tokens, int(runs.advances), *sizes.limits),
+        *(x.contiguous(), steps, rate, dt_bias, skip, state, y, runs.starts, runs.slots, runs.counts, runs.advances),
+        *(steps.stride(0), runs.tokens, *sizes.limits),
         HEADS=sizes.heads,
         GROUPS=sizes.groups,
         HEAD_DIM=sizes.head_dim,

@@ -14,7 +14,7 @@ from mycli.runtime.kernels.recurrent import L2_EPS
 _L2 = tl.constexpr(L2_EPS)
 
 
-@triton.jit(do_not_specialize=["tokens", "advances"])
+@triton.jit(do_not_specialize=["tokens"])
 def convolve_kernel(
     x,  # [sequences * tokens, channels], rows `stride` apart
     weight,  # fp32 [TAPS, channels]
@@ -24,10 +24,10 @@ def convolve_kernel(
     starts,  # int32 [sequences]: at position 0 the state is zero
     slots,  # int64 [sequences]
     counts,  # int32 [sequences]: rows that are not padding
+    advances,  # int32 [sequences]: 0 where the state must not change
     stride,
     channels,
     tokens,
-    advances,  # whether the state changes
     TAPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -55,7 +55,7 @@ def convolve_kernel(
         out = y + (first_row + token)[:, None] * channels + column[None, :]
         tl.store(out, total.to(y.dtype.element_ty), mask=inside[None, :] & (token < count)[:, None])
     tl.debug_barrier()  # all warps have loaded the state
-    if advances:
+    if tl.load(advances + sequence) != 0:
         for tap in tl.static_range(TAPS - 1):  # a row is written after those that take its old value
             place = count + tap - (TAPS - 1)
             known = tl.load(cells + (place + TAPS - 1) * channels, mask=inside & (place < 0) & held, other=0.0)
@@ -85,7 +85,7 @@ def _load_state(
     return tl.load(cells, mask=present & (tl.load(starts + sequence) > 0), other=0.0), cells, present
 
 
-@triton.jit(do_not_specialize=["tokens", "advances"])
+@triton.jit(do_not_specialize=["tokens"])
 def delta_kernel(
     qkv,  # [sequences * tokens, 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM]
     gates,  # [sequences * tokens, heads + decays], rows `stride` apart
@@ -96,9 +96,9 @@ def delta_kernel(
     starts,  # as in `convolve_kernel`
     slots,
     counts,
+    advances,
     stride,
     tokens,
-    advances,
     beta_scale,
     floor,
     COPIES: tl.constexpr,  # heads that share a key
@@ -147,11 +147,11 @@ def delta_kernel(
         matrix += k[:, None] * written[None, :]
         out = y + row * (heads * VALUE_DIM) + head * VALUE_DIM + value
         tl.store(out, tl.sum(matrix * q[:, None], 0).to(y.dtype.element_ty), mask=value_inside)
-    if advances:
+    if tl.load(advances + sequence) != 0:
         tl.store(cells, matrix, mask=present)
 
 
-@triton.jit(do_not_specialize=["tokens", "advances"])
+@triton.jit(do_not_specialize=["tokens"])
 def scan_kernel(
     x,  # [sequences * tokens, HEADS * HEAD_DIM + 2 * GROUPS * STATE_DIM]: x, B and C
     steps,  # [sequences * tokens, HEADS], rows `stride` apart
@@ -163,9 +163,9 @@ def scan_kernel(
     starts,  # as in `convolve_kernel`
     slots,
     counts,
+    advances,
     stride,
     tokens,
-    advances,
     low,  # limits of a step
     high,
     HEADS: tl.constexpr,
@@ -195,5 +195,5 @@ def scan_kernel(
         matrix = matrix * tl.exp(step * slope) + b[:, None] * (values * step)[None, :]
         out = tl.sum(matrix * c[:, None], 0) + values * passed
         tl.store(y + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + value, out.to(y.dtype.element_ty), mask=value_inside)
-    if advances:
+    if tl.load(advances + sequence) != 0:
         tl.store(cells, matrix, mask=present)

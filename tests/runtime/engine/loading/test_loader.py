@@ -229,7 +229,7 @@ def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(LookupError):
             runner.run([Chunk([1], 0, (0,), 1)], cache)
         with pytest.raises(LookupError):
-            runner.tokens([Chunk([1], 0, (0,), 1)], cast(DeviceSampling, "choice"), cache, 4, frozenset())
+            runner.tokens([Chunk([1], 0, (0,), 1)], cast(DeviceSampling, "choice"), cache, 4, [frozenset()])
 
     thread = threading.Thread(target=passes, name="engine")
     thread.start()

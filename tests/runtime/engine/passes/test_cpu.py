@@ -149,7 +149,7 @@ def decode(runner: ModelRunner, tokens: Sequence[int], stops: Sequence[int] = ()
     assert isinstance(way, cpu.CpuPass)
     way._seconds[len(tokens)] = 1e-9  # as if measured, so a call may have many passes
     sampling = [DeviceSampling(VOCAB)]
-    work = PassInput(chunks, engine.cache, runner.rope(32), None, sampling, passes, frozenset(stops))
+    work = PassInput(chunks, engine.cache, runner.rope(32), None, sampling, passes, [frozenset(stops)] * len(chunks))
     assert way.takes(work) is None
     ((made, _),) = way.tokens(work)
     return made
@@ -197,8 +197,11 @@ def test_what_is_drawn_counted_or_told_is_made_pass_by_pass(small: ModelRunner) 
     drawn = [DeviceSampling(VOCAB, 0.7)]
     engine = Engine(runner, CacheShape.contiguous(32), VOCAB)
     chunks = [Chunk([5], 0, (0,), 1)]
-    assert small.tokens(chunks, drawn, engine.cache, 5, frozenset()) is None
-    assert small.tokens(chunks, [replace(drawn[0], temperature=0.0)], engine.cache, 5, frozenset()) is not None
+    assert small.tokens(chunks, drawn, engine.cache, 5, [frozenset()] * len(chunks)) is None
+    assert (
+        small.tokens(chunks, [replace(drawn[0], temperature=0.0)], engine.cache, 5, [frozenset()] * len(chunks))
+        is not None
+    )
     for sampling in (SamplingParams(0.7, seed=3), SamplingParams(repetition_penalty=1.5)):
         request = Request((5, 6), sampling, 8)
         assert together(engine, [request]) == together(
