@@ -167,6 +167,7 @@ REASONS: Mapping[str, str] = {
     "int4-head": "the fused kernels read an int4 KV cache only for heads of 64, 128 and 256, not {head_dim}",
     "kernels-failed": "the GPU kernels failed: {error}",
     "logits-differ": "the logits of the GPU kernels differ by {percent} from the plain pass",
+    "no-graph-memory": "the GPU has no memory left to capture some passes: their kernels are launched one by one",
     "layer-differs": "the GPU kernels of layer {layer} differ by {percent} from the plain layer",
     "layer-cache-differs": "the GPU kernels store keys or values of layer {layer} that differ by {percent}",
     "replay-differs": "a replayed pass gives other logits than a launched one",

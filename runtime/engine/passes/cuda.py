@@ -27,6 +27,7 @@ from mycli.runtime.engine.passes.graphs import (
     Step,
     StepInput,
     block_table_width,
+    capture_or_launch,
 )
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined, summarize_error
@@ -66,6 +67,7 @@ class CudaPass:
     The first pass of a shape with padding or of more than 8 rows is compared with `plain`. A pass that fails or differs
     is reported once and computed by `plain`, which writes the same cache slots. After a failed capture or replay all
     passes are declined from then on; after a failed first launch only those of its shape.
+    A pass without memory for its graph is launched kernel by kernel.
     """
 
     samples = True
@@ -202,7 +204,10 @@ class CudaPass:
             graphs.by_shape[captured[0]] = None
         shape, last = key
         inputs = _inputs(work, shape)
-        return _Captured(inputs, self._capture(lambda: self.step(inputs, graphs.rope, work.cache, last)))
+        launches = capture_or_launch(
+            self._capture, lambda: self.step(inputs, graphs.rope, work.cache, last), self._report
+        )
+        return _Captured(inputs, launches)
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
         if self._failed is None and not self._refused:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
-from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, block_table_width
+from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, block_table_width, capture_or_launch
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.sample import GREEDY, NUMBER_BITS, Penalties, SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
@@ -238,7 +238,7 @@ class DeviceLoop:
         if self._capture is None:
             return work
         with _undone(buffers):  # capturing may run it
-            captured = buffers.graphs[kind] = self._capture(work)
+            captured = buffers.graphs[kind] = capture_or_launch(self._capture, work, self._report)
         return captured
 
 

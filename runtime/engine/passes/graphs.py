@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.engine.passes.base import OnDecline, PassInput
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
 
@@ -81,6 +82,16 @@ class StepInput:
         self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
         self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+
+
+def capture_or_launch(capture: Capture, work: Launches, report: OnDecline) -> Launches:
+    """Capture `work`; without memory for its graph, report that and return `work`, whose launches have succeeded."""
+    # A graph takes its memory from a pool of its own, so that a pass which runs may still be too large to be captured.
+    try:
+        return capture(work)
+    except torch.OutOfMemoryError:
+        report(Declined("no-graph-memory"))
+        return work
 
 
 class Step(Protocol):

@@ -245,6 +245,28 @@ def test_a_capture_or_a_replay_that_fails_ends_the_path_and_no_chat(capture: rep
     assert len(warnings) == 1 and str(warnings[0].data["error"]).endswith(words)
 
 
+def test_a_shape_without_memory_for_its_graph_is_launched_and_others_are_captured() -> None:
+    captured = list[int]()
+
+    def capture(work: Launches) -> Launches:
+        if len(work()[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42.00 MiB")
+        captured.append(1)
+        return recording(work)
+
+    warnings: list[Declined] = []
+    fast, (cache, rope) = fused_pass(Sums(), capture, warnings), session()
+    for _ in range(4):
+        for tokens in ([1, 2, 3], [1, 2]):
+            found = run(fast, several([tokens], 0, len(tokens)), rope, cache)
+            assert (
+                found is not None
+                and found[0, -1, 0]
+                == run(fused_pass(Sums(), None), several([tokens], 0, len(tokens)), rope, cache)[0, -1, 0]
+            )
+    assert [warning.code for warning in warnings] == ["no-graph-memory"] and len(captured) == 1
+
+
 def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() -> None:
     class Narrow(Sums):
         def __call__(self, inputs: StepInput, *rest: object, **options: object) -> Tensor:
