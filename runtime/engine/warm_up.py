@@ -16,7 +16,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cuda import CudaPass
-from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_ROWS, PROMPT_BUCKETS, SEQUENCE_BUCKETS, TOKEN_BUCKETS
+from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_BUCKETS, TOKEN_BUCKETS, decode_shapes
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
@@ -66,12 +66,11 @@ def warm_up_passes(
 
 def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
     running = min(engine.scheduler.limits.running, MOST_ROWS)
-    counts = [1] if engine.speculator is None else range(1, min(DRAFT_ROWS, engine.context) + 1)
-    for new in counts:
-        # Each number of sequences is padded to one of the buckets; the last may be larger than all that can run.
-        numbers = {min(bucket, running) for bucket in SEQUENCE_BUCKETS if bucket * new <= MOST_ROWS}
-        for sequences in sorted(numbers):
-            yield [_chunk(engine, new, new, slot) for slot in range(sequences)]
+    # No captured pass takes drafts of a model with recurrent states.
+    drafted = engine.speculator is not None and not engine.runner.config.has_recurrent
+    for padded, new in decode_shapes(running, drafted):
+        if new <= engine.context:
+            yield [_chunk(engine, new, new, slot) for slot in range(min(padded, running))]
 
 
 def _prompts(engine: Engine) -> Iterator[list[Chunk]]:

@@ -161,9 +161,11 @@ def captured_bytes(plan: MemoryPlan) -> int:
     unread = plan.kv == "int4" and (latent or plan.config.head_dim not in FUSED_INT4_HEADS)
     if not plan.gpu or unread:
         return 0
-    from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, captured_rows, graph_bytes
+    from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, graph_bytes
 
-    rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
+    # Drafts of models with recurrent states are not captured.
+    drafted = plan.draft is not None and not plan.config.has_recurrent
+    rows = [sequences * new for sequences, new in decode_shapes(plan.running or plan.batch, drafted)]
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
     logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)

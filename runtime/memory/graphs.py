@@ -11,8 +11,10 @@ TOKEN_BUCKETS = (8, 16, 32, 64, 128, 256)
 # Longer ones have a pass of their own, for as long as starting its launches one by one takes longer than they run.
 PROMPT_BUCKETS = (384, 512, 768, 1024)
 PROMPT_ROWS = PROMPT_BUCKETS[-1]
-MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
-DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
+MOST_GRAPHS = 40  # per cache, all that a warm-up captures: each holds memory; the least recently used one goes
+DRAFT_ROWS = 8  # most tokens per sequence of a pass with drafts that is not padded like a prompt
+# With drafts, several sequences are padded to one of these numbers of tokens. One is not padded.
+DRAFT_BUCKETS = (2, 4, DRAFT_ROWS)
 # Partial sums of a split-K product: at most as many bytes as its weight has, and a tile of each program of one wave.
 PARTIAL_SUMS = 12 << 20
 
@@ -25,22 +27,28 @@ def padded_sequences(sequences: int) -> int | None:
 def padded_tokens(counts: Sequence[int], drafts: bool) -> tuple[int, bool] | None:
     """Return the new tokens per sequence to which a pass is padded, and whether sequences may have padding rows.
 
-    None if there are too many. drafts: tokens are verified, for which equal numbers of few tokens are not padded.
+    None if there are too many. drafts: tokens are verified, rather than a prompt computed.
     """
     most = max(counts)
-    if min(counts) == most and (most == 1 or (drafts and most <= DRAFT_ROWS)):
+    if most == 1 or (drafts and len(counts) == 1 and most <= DRAFT_ROWS):
         return most, False
-    padded = next((count for count in (*TOKEN_BUCKETS, *PROMPT_BUCKETS) if count >= most), None)
+    buckets = (*(DRAFT_BUCKETS if drafts else ()), *TOKEN_BUCKETS, *PROMPT_BUCKETS)
+    padded = next((count for count in buckets if count >= most), None)
     return None if padded is None else (padded, True)
 
 
-def captured_rows(sequences: int, drafted: bool) -> list[int]:
-    """Return the rows of each decode pass that will be captured, the largest `MOST_GRAPHS`."""
-    # A graph for each padded number of sequences with one token each, and with a draft another for `DRAFT_ROWS` each.
+def decode_shapes(sequences: int, drafted: bool) -> list[tuple[int, int]]:
+    """Return the padded numbers of sequences and tokens of each of every captured decode pass, and of those of drafts.
+
+    sequences: the most that run.
+    """
     most = padded_sequences(sequences) or MOST_ROWS
     counts = [count for count in SEQUENCE_BUCKETS if count <= most]
-    rows = [count * new for count in counts for new in ((1, DRAFT_ROWS) if drafted else (1,))]
-    return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
+    shapes = [(count, 1) for count in counts]
+    if drafted:
+        shapes += [(1, new) for new in range(2, DRAFT_ROWS + 1)]
+        shapes += [(count, new) for new in DRAFT_BUCKETS for count in counts[1:] if count * new <= MOST_ROWS]
+    return shapes
 
 
 def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int) -> int:

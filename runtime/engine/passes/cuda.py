@@ -10,7 +10,7 @@ tables are copied into its buffers before each replay, so sequences may come, go
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -204,10 +204,14 @@ class CudaPass:
             graphs.by_shape[captured[0]] = None
         shape, last = key
         inputs = _inputs(work, shape)
-        launches = capture_or_launch(
-            self._capture, lambda: self.step(inputs, graphs.rope, work.cache, last), self._report
-        )
-        return _Captured(inputs, launches)
+        weak, rope = ref(work.cache), graphs.rope  # graphs are kept by cache, which they must not keep
+
+        def launch() -> Tensor:
+            cache = weak()
+            assert cache is not None
+            return self.step(inputs, rope, cache, last)
+
+        return _Captured(inputs, capture_or_launch(self._capture, launch, self._report))
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
         if self._failed is None and not self._refused:

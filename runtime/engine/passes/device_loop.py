@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -206,9 +206,13 @@ class DeviceLoop:
         random = any(row.temperature > 0 for row in work.sampling)
         penalties, advances = buffers.penalties if filters.penalties else None, buffers.inputs.advances
 
+        weak = ref(work.cache)  # launches are kept by cache, which they must not keep
+
         def run_steps() -> Tensor:
+            cache = weak()
+            assert cache is not None
             for index in range(steps):
-                logits = self._step(buffers.inputs, buffers.rope, work.cache, last=True)[:, -1]
+                logits = self._step(buffers.inputs, buffers.rope, cache, last=True)[:, -1]
                 sample_tokens(logits, vocab, random, to, index, filters, penalties)
                 if advances is not None and buffers.stops is not None:
                     advances.mul_((to.tokens != buffers.stops).all(dim=1))

@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -13,6 +15,7 @@ from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.speculation import Speculator
 from mycli.runtime.engine.warm_up import compiles, warm_up_passes
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
@@ -35,13 +38,14 @@ class Failing(Reading):
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         if inputs.new == 64:
             raise RuntimeError("out of resource: shared memory")
-        return super().__call__(inputs, rope, cache, last)
+        logits = super().__call__(inputs, rope, cache, last)
+        return logits if last else logits.expand(-1, inputs.new, -1)  # of drafts, the number of rows alone counts
 
 
 class Served:
     """An engine with a stand-in for the fused pass; counts its captures and its steps by shape."""
 
-    def __init__(self, fused: bool = True) -> None:
+    def __init__(self, fused: bool = True, running: int = RUNNING) -> None:
         self.captures, self.warnings = 0, list[Declined]()
         self.compiled = set[tuple[int, ...]]()
         model = PrefixModel(random_function(3, VOCAB), VOCAB, max_context=256)
@@ -49,8 +53,8 @@ class Served:
         way = UncomparedPass(self.step, PlainPass(model), self.capture, self.warnings.append)
         plain = PlainPass(model)
         passes = Passes((way, plain) if fused else (plain,), {})
-        passes.makes_tokens = False
-        self.engine = Engine(ModelRunner(model, passes=passes), CacheShape(256, 40, KEY_BLOCK), VOCAB, running=RUNNING)
+        passes.makes_tokens, self.ways = False, [way]
+        self.engine = Engine(ModelRunner(model, passes=passes), CacheShape(256, 40, KEY_BLOCK), VOCAB, running=running)
 
     def capture(self, work: Launches) -> Launches:
         if not self.captures:
@@ -98,3 +102,16 @@ def test_a_model_that_computes_embeddings_alone_has_no_passes_to_compile() -> No
     served = Served()
     served.engine.runner.model.config = replace(served.engine.runner.config, bidirectional=True)
     assert warm_up_passes(served.engine, [SamplingParams()]) == served.captures == 0 and not served.step.shapes
+
+
+def test_with_drafts_every_captured_pass_is_still_captured_after_the_warm_up() -> None:
+    served, other = Served(running=40), Served()
+    assert warm_up_passes(other.engine, []) == other.captures + 1, "one shape fails"
+    served.engine.speculator = cast(Speculator, object())  # that there is one is all that is read
+    passes = warm_up_passes(served.engine, [])
+    (held,) = (way._graphs[served.engine.cache] for way in served.ways)
+    assert served.captures == passes - 1 == sum(graph is not None for graph in held.by_shape.values())
+    for lengths in ((2, 3), (4, 4), (1, 8), (5, 1, 2)):
+        chunks = [Chunk([7] * count, 0, (place,), count, place) for place, count in enumerate(lengths)]
+        served.engine.runner.run(chunks, served.engine.cache)
+    assert served.captures == passes - 1, "drafts of any lengths have a graph"

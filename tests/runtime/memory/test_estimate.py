@@ -18,7 +18,14 @@ from mycli.runtime.memory.estimate import (
     longest_context,
 )
 from mycli.runtime.memory.fit import PackingScheme
-from mycli.runtime.memory.graphs import padded_sequences, padded_tokens
+from mycli.runtime.memory.graphs import (
+    DRAFT_ROWS,
+    MOST_GRAPHS,
+    TOKEN_BUCKETS,
+    decode_shapes,
+    padded_sequences,
+    padded_tokens,
+)
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, head_bytes, weight_bytes
 from mycli.runtime.memory.workspace import dense_cache_bytes, mask_bytes, pass_values
@@ -258,9 +265,15 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     assert many == (255 + 6) * row + 128 * (values + row) + parts
     most = captured_bytes(replace(one, batch=300))
     assert most == (511 + 6) * row + 256 * (values + row) + parts, "of at most 256 rows"
-    drafted = replace(one, draft=plan("Llama-3.2-1B"))
-    assert captured_bytes(drafted) == (1 + 8 + 6) * row + prompt + parts
-    assert captured_bytes(replace(drafted, batch=256)) == (511 + 504 + 6) * row + 256 * (values + row) + parts
+    drafted, alone = replace(one, draft=plan("Llama-3.2-1B")), sum(range(2, 9))
+    assert captured_bytes(drafted) == (1 + alone + 6) * row + prompt + parts
+    several = (256 - 2) * 2 + (128 - 2) * 4 + (64 - 2) * 8
+    assert (
+        captured_bytes(replace(drafted, batch=256)) == (511 + alone + several + 6) * row + 256 * (values + row) + parts
+    )
+    assert captured_bytes(replace(drafted, config=published("Qwen3.5-9B"))) == captured_bytes(
+        replace(one, config=published("Qwen3.5-9B"))
+    ), "drafts of models with recurrent states are not captured"
     assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
     odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
     for without in (replace(one, gpu=False), odd):
@@ -279,7 +292,7 @@ def test_captured_passes_hold_the_partial_sums_of_experts() -> None:
     prompt, experts = 256 * values + row, (12 << 20) + longer
     assert captured_bytes(one) == (1 + 6) * row + prompt + experts
     drafted = replace(one, draft=plan("Qwen3-0.6B"))
-    assert captured_bytes(drafted) == (1 + 8 + 6) * row + prompt + experts
+    assert captured_bytes(drafted) == (1 + sum(range(2, 9)) + 6) * row + prompt + experts
     assert captured_bytes(replace(one, batch=16)) == (31 + 6) * row + prompt + experts
     assert captured_bytes(replace(one, batch=17)) == (63 + 6) * row + prompt + experts
 
@@ -380,3 +393,20 @@ def test_captured_passes_are_padded_to_powers_of_two() -> None:
         assert padded_sequences(count) == power
         assert padded_tokens((1, count), drafts=False) == (max(power, 8), True) or count == 1
     assert padded_sequences(257) is None and padded_tokens((1, 257), drafts=False) == (384, True)
+
+
+def test_drafts_of_several_sequences_are_padded_to_few_shapes_that_all_have_graphs() -> None:
+    counts = [(first, second) for first in range(1, DRAFT_ROWS + 1) for second in range(1, DRAFT_ROWS + 1)]
+    padded = {padded_tokens(pair, drafts=True) for pair in counts}
+    assert padded == {(1, False), (2, True), (4, True), (8, True)}
+    assert [padded_tokens((count,), drafts=True) for count in (1, 3, 8, 9)] == [
+        (1, False),
+        (3, False),
+        (8, False),
+        (16, True),
+    ]
+    for sequences in (1, 5, 256):
+        shapes = decode_shapes(sequences, True)
+        assert len({*shapes}) == len(shapes) and max(rows * new for rows, new in shapes) <= 256
+        assert len(shapes) + len(TOKEN_BUCKETS) <= MOST_GRAPHS
+        assert set(decode_shapes(sequences, False)) <= set(shapes)

@@ -12,14 +12,14 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.engine.passes import Passes
+from mycli.runtime.engine.passes import Passes, cuda
 from mycli.runtime.engine.passes import graphs as replay
 from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_GRAPHS
+from mycli.runtime.memory.graphs import DRAFT_BUCKETS
 from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.fused_pass import CAPACITY, Sums, fused_pass, model, one, run, session, several
 from tests.support.graphs import UncomparedPass, recording
@@ -135,7 +135,8 @@ def test_a_new_rotary_table_takes_new_graphs() -> None:
     assert fast._graphs[cache].rope is longer
 
 
-def test_the_graph_that_was_used_least_recently_goes() -> None:
+def test_the_graph_that_was_used_least_recently_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "MOST_GRAPHS", 6)
     captures: list[tuple[int, bool]] = []
 
     class Shapes(Sums):
@@ -151,12 +152,12 @@ def test_the_graph_that_was_used_least_recently_goes() -> None:
         return lambda: out
 
     fast, (cache, rope) = fused_pass(Shapes(), capture), session(sequences=4)
-    shapes = [(sequences, new) for sequences in (2, 4) for new in range(1, DRAFT_ROWS + 1)]
+    shapes = [(sequences, new) for sequences in (2, 4) for new in (1, *DRAFT_BUCKETS)]
     for sequences, new in shapes:
         for _ in range(2):
             assert run(fast, several([[0] * new] * sequences, 0, new), rope, cache) is not None
             assert run(fast, one(0, 0), rope, cache) is not None
-    assert len(shapes) >= MOST_GRAPHS
+    assert len(shapes) >= cuda.MOST_GRAPHS
     assert captures.count((1, True)) == 2, "launched once, captured once: the one in use was never dropped"
 
 
@@ -165,7 +166,9 @@ def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
     assert run(fused_pass(Sums(), recording), one(1, 0), rope, cache) is None
 
 
-def test_graphs_go_with_their_cache_and_are_limited() -> None:
+def test_graphs_go_with_their_cache_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "MOST_GRAPHS", 6)
+
     def capture(work: Launches) -> Launches:
         """Record the call with its buffers: a graph stores addresses, not values."""
         out = work()
@@ -177,7 +180,7 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
             for _ in range(2):
                 assert run(fast, several([[0] * new], 0, logits), rope, cache) is not None
     for held in fast._graphs.values():
-        assert sum(captured is not None for captured in held.by_shape.values()) <= MOST_GRAPHS
+        assert sum(captured is not None for captured in held.by_shape.values()) == cuda.MOST_GRAPHS
     del cache
     gc.collect()
     assert not fast._graphs
@@ -258,13 +261,13 @@ def test_a_shape_without_memory_for_its_graph_is_launched_and_others_are_capture
     fast, (cache, rope) = fused_pass(Sums(), capture, warnings), session()
     for _ in range(4):
         for tokens in ([1, 2, 3], [1, 2]):
-            found = run(fast, several([tokens], 0, len(tokens)), rope, cache)
-            assert (
-                found is not None
-                and found[0, -1, 0]
-                == run(fused_pass(Sums(), None), several([tokens], 0, len(tokens)), rope, cache)[0, -1, 0]
-            )
+            batch = several([tokens], 0, len(tokens))
+            found, expected = (run(way, batch, rope, cache) for way in (fast, fused_pass(Sums(), None)))
+            assert found is not None and expected is not None and found.equal(expected)
     assert [warning.code for warning in warnings] == ["no-graph-memory"] and len(captured) == 1
+    del cache
+    gc.collect()
+    assert not fast._graphs
 
 
 def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() -> None:
