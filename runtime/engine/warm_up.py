@@ -93,18 +93,27 @@ def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling |
 
 
 def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
-    """Launch each pass once, several in parallel: the compiler takes most of the time, and launches are in order."""
+    """Launch each pass once, and sample once with all filters that a request may have, several in parallel."""
+    # The compiler takes most of the time, and launches are in order.
     runner, rope = engine.runner, engine.runner.rope(engine.context)
     ways = [way for way in runner.passes.passes if isinstance(way, CudaPass)]
+    launches: list[Callable[[], None]] = []
+    for way in ways:
+        launches += [partial(way.launch, PassInput(work, engine.cache, rope)) for work in works]
+        if way.loop is not None:
+            from mycli.runtime.engine.passes.device_loop import ALL_FILTERS
 
-    def compile_work(work: list[Chunk]) -> None:
-        for way in ways:
-            with suppress(Exception):  # the pass reports it when it runs
-                way.launch(PassInput(work, engine.cache, rope))
+            alone = PassInput([_chunk(engine, 1, 1)], engine.cache, rope)
+            compile_sampling = partial(way.loop.compile_sampling, alone, engine.vocab_size)
+            launches += [partial(compile_sampling, filters) for filters in ALL_FILTERS]
+
+    def compile_work(launch: Callable[[], None]) -> None:
+        with suppress(Exception):  # the pass reports it when it runs
+            launch()
 
     workers = min(_COMPILED_IN_PARALLEL, cpu().cores)
     with ThreadPoolExecutor(workers, initializer=use_device, initargs=(runner.device,)) as pool:
-        list(pool.map(compile_work, works))
+        list(pool.map(compile_work, launches))
 
 
 def _tokens(engine: Engine, work: list[Chunk], sampling: DeviceSampling) -> None:

@@ -4,16 +4,13 @@ A step is a fused pass (`fused`) and the sampling of its token (`triton.sample`)
 captured as a CUDA graph the second time that it is needed for a cache and a padded number of sequences. Tokens,
 lengths, block tables, random numbers and the settings of each sequence are in device buffers, so the next launch starts
 before the tokens of this one are read.
-
-Keys and values of surplus tokens are overwritten, but a recurrent state cannot be taken back, and later requests resume
-at it. So it stops advancing on the device once its sequence has sampled a stop token, and the next launch waits until
-the tokens of this one are accepted: the states are always those after the tokens in the cache.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -31,7 +28,11 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import padded_sequences
 from mycli.runtime.sampling.sampler import DeviceSampling
 
+# Keys and values of surplus tokens are overwritten, but a recurrent state cannot be taken back, and later requests
+# resume at it. So it stops advancing on the device once its sequence has sampled a stop token, and the next launch
+# waits until the tokens of this one are accepted: the states are always those after the tokens in the cache.
 STEPS = 4
+ALL_FILTERS = tuple(Filters(*which) for which in product((False, True), repeat=4))
 _T = TypeVar("_T")
 _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, filters
 
@@ -117,6 +118,19 @@ class DeviceLoop:
             yield tokens, max(seconds, time.perf_counter() - began)
             began = time.perf_counter()
             current = self._or_fail(launch) if work.cache.states.recurrent else ahead
+
+    @torch.inference_mode()
+    def compile_sampling(self, work: PassInput, vocab: int, filters: Filters) -> None:
+        """Compile the kernels of sampling with `filters` by a step of `work`; threads may do so concurrently."""
+        inputs = StepInput.zeros(
+            *(len(work.chunks), 1, block_table_width(work), work.rope.device), recurrent=work.cache.states.recurrent
+        )
+        inputs.fill(work.chunks)
+        logits = self._step(inputs.resting(), work.rope, work.cache, last=True)[:, -1]
+        buffers = SamplingBuffers.make(1, len(logits), logits.device)
+        penalties = Penalties.make(len(logits), vocab, logits.device) if filters.penalties else None
+        for draw in (True, False) if filters in (Filters(), Filters(penalties=True)) else (True,):
+            sample_tokens(logits, vocab, draw, buffers, 0, filters, penalties)
 
     def _or_fail(self, work: Callable[[], _T | None]) -> _T | None:
         try:

@@ -6,6 +6,7 @@ pass, except in one test; a recording, or nothing, replaces the CUDA graph.
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from mycli.runtime.engine.passes import device_loop  # noqa: E402  (only where T
 from mycli.runtime.engine.passes.device_loop import STEPS, DeviceLoop, compile_loop  # noqa: E402  (as above)
 from mycli.runtime.engine.passes.graphs import Launches  # noqa: E402  (as above)
 from mycli.runtime.kernels.triton.sample import Penalties  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.top_k_top_p import Filters  # noqa: E402  (as above)
 from tests.support.looping import (  # noqa: E402  (as above)
     CAPTURES,
     PROMPT,
@@ -367,6 +369,33 @@ def warmed() -> tuple[int, list[str]]:
 def test_a_warm_up_captures_what_requests_with_penalties_need(interpret: Interpret) -> None:
     # The head has more rows than the tokenizer has tokens, as those of Qwen and Gemma.
     assert interpret(warmed) == (0, [])
+
+
+def compiled_kinds() -> tuple[int, bool]:
+    """Return the kinds of sampling of a warm-up, and whether those of later requests are among them."""
+    found: list[set[tuple[bool, Filters]]] = [set(), set()]
+    looped, sample = Sequences(), device_loop.sample_tokens
+    step = Step(looped)
+    passes, shape = looping(looped, step, DeviceLoop(step, None)), CacheShape.contiguous(64)
+    engine = Engine(ModelRunner(looped, passes=passes), shape, VOCAB)
+    for kinds in found:
+
+        def noted(*args: Any, kinds: set[tuple[bool, Filters]] = kinds) -> None:
+            kinds.add((args[2], args[5]))
+            sample(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_loop, "sample_tokens", noted)
+            if kinds is found[0]:
+                warm_up_passes(engine, [SamplingParams()])
+                continue
+            for sampling in (*DRAWN, SamplingParams()):
+                outcome(engine, PROMPT, 6, sampling=sampling)
+    return len(found[0]), len(found[1]) == 7 and found[1] <= found[0]
+
+
+def test_a_warm_up_compiles_the_sampling_of_any_request(interpret: Interpret) -> None:
+    assert interpret(compiled_kinds) == (16 + 2, True)
 
 
 def no_memory() -> list[str]:
