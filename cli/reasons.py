@@ -183,7 +183,7 @@ REASONS: Mapping[str, str] = {
     "computes it",
     "drafted-states": "recurrent states must not advance over drafted tokens before these are accepted",
     "fused-shape": "it does not take {sequences} sequences of {tokens} new tokens",
-    "many-penalties": "penalties are applied on the device for at most {most} sequences, not {sequences}",
+    "many-penalties": "penalties and biases are applied on the device for at most {most} sequences, not {sequences}",
     "many-stop-tokens": "models with recurrent states have at most {most} stop tokens here, not {tokens}",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",

@@ -55,7 +55,7 @@ def warm_up_passes(
     settings = [_device_sampling(engine, params) for params in sampling]
     runs: list[Callable[[], object]] = [partial(engine.runner.run, work, engine.cache) for work in (*decodes, *prompts)]
     runs += [partial(_tokens, engine, work, row) for work in decodes for row in settings if row is not None]
-    _compile(engine, [*decodes, *prompts])
+    _compile(engine, [*decodes, *prompts], any(params.logit_bias for params in sampling))
     for done, run in enumerate(runs):
         report(done, len(runs))
         for _ in range(_TIMES):
@@ -92,7 +92,7 @@ def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling |
     return Sampler(params, engine.vocab_size, engine.runner.device).device_sampling()
 
 
-def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
+def _compile(engine: Engine, works: Sequence[list[Chunk]], biased: bool) -> None:
     """Launch each pass once, and sample once with all filters that a request may have, several in parallel."""
     # The compiler takes most of the time, and launches are in order.
     runner, rope = engine.runner, engine.runner.rope(engine.context)
@@ -104,7 +104,7 @@ def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
             from mycli.runtime.engine.passes.device_loop import ALL_FILTERS
 
             alone = PassInput([_chunk(engine, 1, 1)], engine.cache, rope)
-            compile_sampling = partial(way.loop.compile_sampling, alone, engine.vocab_size)
+            compile_sampling = partial(way.loop.compile_sampling, alone, engine.vocab_size, biased)
             launches += [partial(compile_sampling, filters) for filters in ALL_FILTERS]
 
     def compile_work(launch: Callable[[], None]) -> None:

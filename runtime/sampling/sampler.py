@@ -88,7 +88,8 @@ class RandomNumbers:
 class DeviceSampling:
     """The settings with which a pass samples by itself; see `Sampler.device_sampling`. Temperature 0 is greedy.
 
-    numbers: the request's random numbers, None for greedy; seen: what penalties count, None without penalties.
+    numbers: the request's random numbers, None for greedy; seen: what penalties count, None without penalties; biases:
+    of different tokens, added to their logits first.
     """
 
     vocab_size: int
@@ -101,10 +102,11 @@ class DeviceSampling:
     frequency: float = 0.0
     numbers: RandomNumbers | None = field(default=None, compare=False)
     seen: SeenTokens | None = field(default=None, compare=False)
+    biases: tuple[tuple[int, float], ...] = ()
 
     @property
     def plain_greedy(self) -> bool:
-        return not self.temperature and self.seen is None
+        return not self.temperature and self.seen is None and not self.biases
 
 
 class Sampler:
@@ -200,18 +202,23 @@ class Sampler:
     def device_sampling(self) -> DeviceSampling | None:
         """Return the settings for sampling in a pass (`runtime.kernels.triton.sample`), or None if none can.
 
-        It cannot with a bias or a grammar, or if logprobs are recorded. Draws use the same random numbers as here.
+        It cannot with two biases of a token or a grammar, or if logprobs are recorded. Draws use the same random
+        numbers as here.
         """
         params = self.sampling
-        if params.logit_bias or self._constraint is not None or self._recorder is not None:
+        if (
+            len(dict(params.logit_bias)) < len(params.logit_bias)
+            or self._constraint is not None
+            or self._recorder is not None
+        ):
             return None
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         numbers, seen = None if self.plain_greedy else self.numbers, self.seen if self.seen.needed else None
         if params.greedy:
-            return DeviceSampling(self.vocab_size, 0.0, 0, 1.0, 0.0, *penalties, numbers, seen)
+            return DeviceSampling(self.vocab_size, 0.0, 0, 1.0, 0.0, *penalties, numbers, seen, params.logit_bias)
         top_k = params.top_k if params.top_k < self.vocab_size else 0
         cuts = top_k, params.top_p, params.min_p
-        return DeviceSampling(self.vocab_size, params.temperature, *cuts, *penalties, numbers, seen)
+        return DeviceSampling(self.vocab_size, params.temperature, *cuts, *penalties, numbers, seen, params.logit_bias)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Take the numbers of `tokens`, which a pass drew with `device_sampling`, and count them for penalties."""

@@ -122,7 +122,7 @@ class CudaPass:
             return None if every or _last_only(work) else Declined("some-logits")
         if self.loop is None or shape[1] > 1:
             return Declined("host-sampling")
-        if shape[0] > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
+        if shape[0] > self.loop.MOST_PENALIZED and any([row.seen is not None or row.biases for row in work.sampling]):
             return Declined("many-penalties", {"sequences": len(work.chunks), "most": self.loop.MOST_PENALIZED})
         if work.cache.states.recurrent and (stops := max(map(len, work.stop_ids), default=0)) > self.loop.MOST_STOPS:
             return Declined("many-stop-tokens", {"tokens": stops, "most": self.loop.MOST_STOPS})

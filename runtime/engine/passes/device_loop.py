@@ -26,6 +26,7 @@ from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import padded_sequences
+from mycli.runtime.sampling.params import MAX_BIASES
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 # Keys and values of surplus tokens are overwritten, but a recurrent state cannot be taken back, and later requests
@@ -34,7 +35,8 @@ from mycli.runtime.sampling.sampler import DeviceSampling
 STEPS = 4
 ALL_FILTERS = tuple(Filters(*which) for which in product((False, True), repeat=4))
 _T = TypeVar("_T")
-_Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, filters
+_Kind = tuple[int, int, bool, Filters, bool]  # steps, vocabulary, random or greedy, filters, whether with biases
+_Biases = tuple[Tensor, Tensor]  # int64 tokens and fp32 values [sequences, MAX_BIASES], added to logits
 
 
 @dataclass
@@ -44,6 +46,7 @@ class _Buffers:
     rope: Rope  # graphs hold the addresses of its tables
     stops: Tensor | None  # int64 [sequences, MOST_STOPS], filled with -1, for models with recurrent states
     penalties: Penalties | None = None  # made for the first request that has some
+    biases: _Biases | None = None  # likewise
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
 
@@ -73,7 +76,8 @@ class DeviceLoop:
     After a failure it reports once and declines all further work; the caller then samples on the host.
     """
 
-    MOST_PENALIZED = 32  # sequences; each takes five bytes for every token of the vocabulary
+    # Sequences with penalties or biases; each takes five bytes, or logits in fp32, for every token of the vocabulary.
+    MOST_PENALIZED = 32
     MOST_STOPS = 16  # stop tokens of a sequence with recurrent states
 
     def __init__(self, step: Step, capture: Capture | None, report: OnDecline = lambda declined: None) -> None:
@@ -120,13 +124,14 @@ class DeviceLoop:
             current = self._or_fail(launch) if work.cache.states.recurrent else ahead
 
     @torch.inference_mode()
-    def compile_sampling(self, work: PassInput, vocab: int, filters: Filters) -> None:
+    def compile_sampling(self, work: PassInput, vocab: int, biased: bool, filters: Filters) -> None:
         """Compile the kernels of sampling with `filters` by a step of `work`; threads may do so concurrently."""
         inputs = StepInput.zeros(
             *(len(work.chunks), 1, block_table_width(work), work.rope.device), recurrent=work.cache.states.recurrent
         )
         inputs.fill(work.chunks)
         logits = self._step(inputs.resting(), work.rope, work.cache, last=True)[:, -1]
+        logits = logits.float() if biased else logits
         buffers = SamplingBuffers.make(1, len(logits), logits.device)
         penalties = Penalties.make(len(logits), vocab, logits.device) if filters.penalties else None
         for draw in (True, False) if filters in (Filters(), Filters(penalties=True)) else (True,):
@@ -177,7 +182,21 @@ class DeviceLoop:
             buffer[:rows].copy_(torch.tensor(values), non_blocking=True)
         if filters.penalties:
             self._set_penalties(buffers, sampling)
+        if any([row.biases for row in sampling]):
+            self._set_biases(buffers, sampling)
         return buffers
+
+    def _set_biases(self, buffers: _Buffers, sampling: Sequence[DeviceSampling]) -> None:
+        if buffers.biases is None:
+            tokens = torch.zeros(
+                len(buffers.feedback.lengths), MAX_BIASES, dtype=torch.int64, device=buffers.rope.device
+            )
+            buffers.biases = tokens, torch.zeros_like(tokens, dtype=torch.float32)
+        # Biases of 0 fill the rows.
+        rows = [[*row.biases, *[(0, 0.0)] * (MAX_BIASES - len(row.biases))] for row in sampling]
+        for place, buffer in enumerate(buffers.biases):
+            values = torch.tensor([[bias[place] for bias in row] for row in rows], dtype=buffer.dtype)
+            buffer[: len(rows)].copy_(values, non_blocking=True)
 
     def _set_penalties(self, buffers: _Buffers, sampling: Sequence[DeviceSampling]) -> None:
         vocab, device = sampling[0].vocab_size, buffers.feedback.tokens.device
@@ -219,6 +238,7 @@ class DeviceLoop:
         to, vocab, sequences = buffers.feedback, work.sampling[0].vocab_size, len(work.sampling)
         random = any(row.temperature > 0 for row in work.sampling)
         penalties, advances = buffers.penalties if filters.penalties else None, buffers.inputs.advances
+        biases = buffers.biases if any([row.biases for row in work.sampling]) else None
 
         weak = ref(work.cache)  # launches are kept by cache, which they must not keep
 
@@ -227,12 +247,14 @@ class DeviceLoop:
             assert cache is not None
             for index in range(steps):
                 logits = self._step(buffers.inputs, buffers.rope, cache, last=True)[:, -1]
+                if biases is not None:
+                    logits = logits.float().scatter_add(1, *biases)
                 sample_tokens(logits, vocab, random, to, index, filters, penalties)
                 if advances is not None and buffers.stops is not None:
                     advances.mul_((to.tokens != buffers.stops).all(dim=1))
             return to.chosen
 
-        run = self._captured(buffers, (steps, vocab, random, filters), run_steps)
+        run = self._captured(buffers, (steps, vocab, random, filters, biases is not None), run_steps)
         events = None
         if to.chosen.is_cuda:
             events = _event(), _event()

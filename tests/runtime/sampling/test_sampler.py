@@ -128,8 +128,10 @@ def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
     assert penalized is not None and penalized.seen is not None and not penalized.plain_greedy
     everything = choice(SamplingParams(temperature=1.0, top_k=VOCAB))
     assert everything is not None and everything.top_k == 0
-    assert choice(SETTINGS["bias"]) is None
-    assert choice(SamplingParams(logit_bias=((1, 2.0),))) is None, "greedy, but not by the logits alone"
+    biased, twice = SETTINGS["bias"], SamplingParams(logit_bias=((3, 4.0), (3, 1.0)))
+    assert getattr(choice(biased), "biases", None) == biased.logit_bias and choice(twice) is None
+    alone = choice(SamplingParams(logit_bias=biased.logit_bias))
+    assert alone is not None and not alone.plain_greedy
     for option in ("constraint", "recorder"):
         assert choice(SamplingParams(), **{option: Told()}) is None, option
 

@@ -211,10 +211,40 @@ def test_each_sequence_of_a_pass_has_its_settings(interpret: Interpret) -> None:
     assert same and calls >= 14
 
 
+def biased_replies(capture: str) -> int:
+    """Check replies with suppressed and favoured tokens, alone and next to others without."""
+    looped, plain, step = engines(capture, sequences=2)
+    favoured = tuple((token, 3.3) for token in range(0, 120, 4))
+    for others in ({}, {"top_k": 9, "temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.4}):
+        free = outcome(plain, PROMPT, 13, sampling=SamplingParams(**others))
+        suppressed = tuple((token, -100.0) for token in {token for row in free[0] for token in row})
+        for biases in (suppressed, favoured):
+            biased = SamplingParams(**others, logit_bias=biases)
+            replies = []
+            for engine in (looped, plain):
+                numbers = [
+                    engine.submit(Request((*PROMPT,), params, 13)) for params in (biased, SamplingParams(**others))
+                ]
+                tokens: dict[int, list[int]] = {number: [] for number in numbers}
+                while engine.has_work:
+                    for output in engine.step():
+                        tokens[output.sequence] += output.tokens
+                replies.append(list(tokens.values()))
+            assert replies[0] == replies[1] and replies[0][0] != replies[0][1], biases
+            assert biases is favoured or not {token for token, _ in suppressed} & {*replies[0][0]}
+    return step.calls
+
+
+@pytest.mark.parametrize("capture", chosen(list(CAPTURES), quick=["runs-when-captured"]))
+def test_biases_are_added_on_the_device(capture: str, interpret: Interpret) -> None:
+    calls = interpret(biased_replies, capture)
+    assert isinstance(calls, int) and calls >= 6 * 12
+
+
 def left_out() -> tuple[int, int]:
-    """Check that the host handles logit biases, and everything if rotary tables change with the length."""
+    """Check that the host handles two biases of a token, and everything if rotary tables change with the length."""
     looped, plain, step = engines("none")
-    biased = SamplingParams(temperature=1.0, seed=1, logit_bias=((3, 2.0),))
+    biased = SamplingParams(temperature=1.0, seed=1, logit_bias=((3, 2.0), (3, 1.0)))
     assert outcome(looped, PROMPT, 9, sampling=biased) == outcome(plain, PROMPT, 9, sampling=biased)
     calls = step.calls
     dynamic = replace(looped.runner.config, rope_scaling=RopeScaling("dynamic", 2.0, original_context=16))
