@@ -11,6 +11,7 @@ import torch
 
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.pass_choices import pass_choices
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.captured import CapturedStep
 from mycli.runtime.engine.passes.plain import PlainPass
@@ -192,3 +193,10 @@ def many_stops(folder: str) -> tuple[int, bool]:
     request = Request(PROMPT, SamplingParams(temperature=1.0, seed=3), 20, frozenset(range(20, 37)))
     same = said(looped, request) == said(host, request)
     return loop.steps, same
+
+
+def test_a_report_says_that_drafts_run_the_plain_pass_and_tokens_are_sampled_on_the_device(tmp_path: Path) -> None:
+    need_native_code()
+    choices = {choice.work: choice for choice in pass_choices(engines(loaded(str(tmp_path), FAMILIES[0]))[0].runner)}
+    assert choices["verify"].chosen == "plain" and choices["verify"].declined["captured"].code == "drafted-states"
+    assert all(choices[work].chosen == "captured" and choices[work].makes_tokens for work in ("decode", "sample"))
