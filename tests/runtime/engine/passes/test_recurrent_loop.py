@@ -56,8 +56,7 @@ def loaded(folder: str, case: str) -> Transformer:
 
 def engines(model: Transformer, capture=recording, blocks: int = 7) -> tuple[Engine, Engine, Counting, list[Declined]]:  # type: ignore[no-untyped-def]
     """Return an engine with the loop, one that samples on the host, the loop and what is reported."""
-    step, plain, reported = CapturedStep.compile(model), PlainPass(model), list[Declined]()
-    assert isinstance(step, CapturedStep)
+    step, plain, reported = CapturedStep(model), PlainPass(model), list[Declined]()
     way = CudaPass(step, plain, recording, lambda declined: pytest.fail(declined.code), name="captured")
     way.loop = loop = Counting(step, capture, reported.append)
     shape = CacheShape(192, blocks, KEY_BLOCK)
