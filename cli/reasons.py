@@ -189,7 +189,7 @@ REASONS: Mapping[str, str] = {
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",
     "not-one-product": "{linear} is not one product of packed or 16-bit weights",
     "no-packed-product": "no weight is packed for its kernels",
-    "dense-product-shape": "a 16-bit product has {columns} columns in {dtype}, not a multiple of 32 in 16 bits",
+    "dense-product-shape": "{columns} columns in {dtype}: dense weights need a multiple of 32 in 16 bits, without gaps",
     "adapted-product": "an adapter is computed next to {linear}",
     "int4-partial-rotation": "an int4 KV cache needs heads that rotate whole",
     "linear-bias": "{linear} has a bias",

@@ -98,6 +98,7 @@ def test_other_weights_are_declined(columns: int, dtype: torch.dtype) -> None:
     assert isinstance(decline_dense(weight), Declined)
     with pytest.raises(ValueError, match=str(columns)):
         DenseProduct(weight, Chip((9, 0), 1))
+    assert isinstance(decline_dense(torch.zeros(64, 16).bfloat16().t()), Declined)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)], ids=str)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.product.matmul import (
+    ACTIVATION_DTYPES,
     Activation,
     RoutedRows,
     add_up,
@@ -33,8 +34,7 @@ class DenseProduct:
     def __init__(self, weight: Tensor, chip: Chip) -> None:
         """Raises ValueError for a weight that `decline_dense` declines."""
         if decline_dense(weight) is not None:
-            raise ValueError(f"weight {tuple(weight.shape)} {weight.dtype}")
-        check_contiguous(weight)
+            raise ValueError(f"weight {tuple(weight.shape)} {weight.dtype}, strides {weight.stride()}")
         self.weight, self.chip = weight, chip
         self.n, self.k = weight.shape
         self._tile_k = next(size for size in _TILES_K if self.k % size == 0)
@@ -104,7 +104,8 @@ class DenseProduct:
 
 def decline_dense(weight: Tensor) -> Declined | None:
     """Return why a weight [n, k] cannot be a `DenseProduct`, or None."""
-    if weight.shape[1] % _TILES_K[-1] or weight.dtype not in (torch.bfloat16, torch.float16):
+    whole = weight.shape[1] % _TILES_K[-1] == 0 and weight.is_contiguous()
+    if not whole or weight.dtype not in ACTIVATION_DTYPES:
         return Declined("dense-product-shape", {"columns": weight.shape[1], "dtype": str(weight.dtype)})
     return None
 
