@@ -43,11 +43,18 @@ class ElementStream(CallStream):
         self._begin: int | None = None  # of the value that is being read
         self._is_json = False
         self._closing: re.Match[str] | None = None
-        self.started = False  # a string has begun
+        self._unsent = ""  # arguments of a call that may still be text
+        self.started = False  # a string has begun: what is not in the format is part of the call from here on
 
     def feed(self, text: str, final: bool) -> str:
-        """Return the converted text that is certain by now. text: all of the call so far."""
-        return self._convert(lambda: self._step(text, final))
+        """Return the converted text that is certain by now, empty until a string begins or the call is complete.
+
+        text: all of the call so far.
+        """
+        certain = self._unsent + self._convert(lambda: self._step(text, final))
+        decided = self.started or self.complete
+        self._unsent = "" if decided else certain
+        return certain if decided else ""
 
     def unread(self, text: str) -> str:
         """Return `text`, with which a call ends before it is complete, as it follows what was converted."""

@@ -147,9 +147,8 @@ class ToolParser:
         self._opening = ""
         self._begun = False  # whether anything but whitespace arrived
         self._after_call = False  # whitespace after a call is dropped
-        self._stream: ArgumentStream | None = None  # of the call that is being passed on
-        self._elements: ElementStream | None = None  # of a call that has an element for each argument
-        self._unsent = ""  # its arguments, while it may be text
+        # Of a call that is passed on as it arrives; one of elements exists while the call may still be text.
+        self._stream: ArgumentStream | ElementStream | None = None
         self._started = 0  # calls so far
         self.incomplete = False  # whether the arguments of a call ended early or are not JSON
 
@@ -181,12 +180,12 @@ class ToolParser:
         # Returns True if more can be decided.
         if self._region is None:
             return self._outside(items, final)
-        if self._elements is not None:
-            return self._pass_on_elements(self._region, self._elements, items, final)
         if self._stream is None:
-            self._begin_stream(self._region, items)
+            self._stream = self._begin_stream(self._region, items)
         if self._stream is None:
-            return self._inside(items, final)
+            return self._inside(self._region, items, final)
+        if isinstance(self._stream, ElementStream):
+            return self._pass_on_elements(self._region, self._stream, items, final)
         return self._pass_on(self._region, self._stream, items, final)
 
     def _outside(self, items: list[str | ToolCall], final: bool) -> bool:
@@ -229,8 +228,12 @@ class ToolParser:
         self._region, self._captures, self._opening, self._begun = region, captures, opening, True
         name = captures.get("name", "").strip()
         named = name in self._schemas and has_element_stream(region)
-        self._unsent = ""
-        self._elements = ElementStream(region, *self._casting(name)) if named else None
+        self._stream = ElementStream(region, *self._casting(name)) if named else None
+
+    def _end_region(self, text: str) -> bool:
+        # Continues with the `text` after a call; returns True if it may contain another.
+        self._text, self._region, self._stream = text, None, None
+        return bool(text)
 
     def _casting(self, name: str) -> tuple[Callable[[str, str], object], Callable[[str], bool]]:
         # How arguments of a tool get their types, and whether one can have another type than string.
@@ -240,17 +243,15 @@ class ToolParser:
             lambda key: _casts(_types(schema.get(key))),
         )
 
-    def _inside(self, items: list[str | ToolCall], final: bool) -> bool:
+    def _inside(self, region: Region, items: list[str | ToolCall], final: bool) -> bool:
         # Emits the call if its end has arrived; returns True if text is left that may contain another.
-        assert self._region is not None
-        anchor = self._region.close or self._region.open
+        anchor = region.close or region.open
         match, _ = anchor.find(self._text, 0, final)
         if match is None and not final and len(self._text) <= MAX_CALL:
             return False
         body = self._text if match is None else self._text[: match.start()]
-        closing = match[0] if match is not None and self._region.close else ""
-        calls = self._read(self._region, body, match is not None)
-        self._region = None
+        closing = match[0] if match is not None and region.close else ""
+        calls = self._read(region, body, match is not None)
         if calls is None and not (self._forced and match is None):
             self._emit(items, self._opening + body + closing)
         elif calls is not None:
@@ -258,22 +259,21 @@ class ToolParser:
             self._started += len(calls)
             self._after_call = True
             self._blanks = ""
-        self._text = self._text[len(body) + len(closing) :]
-        return bool(self._text)
+        return self._end_region(self._text[len(body) + len(closing) :])
 
-    def _begin_stream(self, region: Region, items: list[str | ToolCall]) -> None:
+    def _begin_stream(self, region: Region, items: list[str | ToolCall]) -> ArgumentStream | None:
         # Starts to pass a call on once its name is that of a tool and its first argument has begun.
         head = self._heads[self._format.regions.index(region)]
         match = None if head is None else head.match(self._text)
         if match is None:
-            return
+            return None
         written = match.groupdict().get("name")
         name = str(self._captures.get("name", "") if written is None else json.loads(written)).strip()
         if name not in self._schemas:
-            return
-        self._stream = ArgumentStream(*self._casting(name))
+            return None
         self._text = self._text[match.end("arguments") :]
         self._begin_call(name, items)
+        return ArgumentStream(*self._casting(name))
 
     def _begin_call(self, name: str, items: list[str | ToolCall]) -> None:
         self._blanks, self._after_call = "", True
@@ -283,20 +283,15 @@ class ToolParser:
     def _pass_on_elements(
         self, region: Region, elements: ElementStream, items: list[str | ToolCall], final: bool
     ) -> bool:
-        # Passes on what is certain of the arguments; returns True if more can be decided. Until a string begins or the
-        # call is complete, it may still be text.
+        # Passes on what is certain of the arguments; returns True if more can be decided.
         begun = elements.started
-        self._unsent += elements.feed(self._text, final)
+        arguments, end = elements.feed(self._text, final), elements.end
         if not (elements.started or elements.complete):
-            if not (elements.broken or final or len(self._text) > MAX_CALL):
-                return False
-            more = self._inside(items, final)
-            self._elements = self._elements if self._region else None
-            return more
+            undecided = not (elements.broken or final or len(self._text) > MAX_CALL)
+            return False if undecided else self._inside(region, items, final)
         if not begun:
             self._begin_call(self._captures["name"].strip(), items)
-        self._append(items, self._unsent)
-        self._unsent, end = "", elements.end
+        self._append(items, arguments)
         if not elements.complete:
             if not (elements.broken or final):
                 return False
@@ -308,8 +303,7 @@ class ToolParser:
             begin, end = end, len(self._text) if match is None else match.end()
             self._append(items, elements.unread(self._text[begin : end if match is None else match.start()]))
             self.incomplete = True
-        self._text, self._region, self._elements = self._text[end:], None, None
-        return bool(self._text)
+        return self._end_region(self._text[end:])
 
     def _pass_on(self, region: Region, stream: ArgumentStream, items: list[str | ToolCall], final: bool) -> bool:
         # Passes on what is certain of the arguments; returns True if more can be decided.
@@ -323,7 +317,7 @@ class ToolParser:
                 return True
             if final:
                 self._append(items, stream.rest)
-                self._region = self._stream = None
+                self._end_region("")
                 self.incomplete = True
             return False
         # The rest of a call that is not JSON is passed on as it is, up to its closing mark.
@@ -334,7 +328,7 @@ class ToolParser:
         self._append(items, self._text[:end])
         self._text = self._text[end if match is None or region.close is None else match.end() :]
         if match is not None or final:
-            self._region = self._stream = None
+            self._end_region(self._text)
         return match is not None
 
     def _append(self, items: list[str | ToolCall], arguments: str) -> None:
@@ -355,9 +349,7 @@ class ToolParser:
             if named and not start and not final:
                 return False
             end = len(self._text) - len(start) + (named and start.startswith("}"))
-        self._text = self._text[end:]
-        self._region = self._stream = None
-        return bool(self._text)
+        return self._end_region(self._text[end:])
 
     def _read(self, region: Region, body: str, closed: bool) -> list[ToolCall] | None:
         # The calls in a region's text; None if it does not follow the format.
