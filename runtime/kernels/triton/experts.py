@@ -1,6 +1,6 @@
 """Mixture of experts on a GPU: routing, one launch per product over all experts, and the weighted sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from mycli.runtime.quantization.packed_weight import Matmul
 _LINE = 16  # bytes: unit of weight addresses, and the width of a load
 _PAIRS = 1024  # (token, expert) pairs per iteration of `place_kernel`
 _NOT_TRITON = Declined("not-triton-layout")
+_NOT_ALIKE = Declined("experts-not-alike-in-triton-layout")
 _NOT_CUDA = Declined("cuda-rows-without-gradient")
 
 
@@ -49,16 +50,19 @@ class ExpertTable:
     def from_weights(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | Declined":
         """Return the table without copying a weight, or why the experts cannot share a launch."""
         matmuls = [weight for weight in weights if isinstance(weight, TritonMatmul)]
+        if len(matmuls) == len(weights):
+            return cls.from_products(matmuls)
         dense = [weight for weight in weights if isinstance(weight, Tensor) and weight.device.type == "cuda"]
-        if len(dense) == len(weights) and all(decline_dense(weight) is None for weight in dense):
-            return cls.from_products([DenseProduct(weight, chip_of(weight.device)) for weight in dense])
-        return cls.from_products(matmuls if len(matmuls) == len(weights) else [])
+        if len(dense) < len(weights):
+            return _NOT_ALIKE
+        declined = next((declined for weight in dense if (declined := decline_dense(weight)) is not None), None)
+        return declined or cls.from_products([DenseProduct(weight, chip_of(weight.device)) for weight in dense])
 
     @classmethod
     def from_products(cls, products: Sequence[TritonMatmul] | Sequence[DenseProduct]) -> "ExpertTable | Declined":
         """Return the table of products, or why they cannot share a launch."""
         if len({product.shape_key for product in products}) != 1:
-            return Declined("experts-not-alike-in-triton-layout")
+            return _NOT_ALIKE
         dense = [product for product in products if isinstance(product, DenseProduct)]
         if dense:
             return cls(tuple(dense), _places([product.weight for product in dense]), None, None)
@@ -149,7 +153,7 @@ def triton_routed_product(
     dense = isinstance(first, Tensor) and first.dtype == x.dtype
     if not dense and not isinstance(first, TritonMatmul):
         return _NOT_TRITON
-    if dense and (declined := _decline(x) or _dense_declined(x.device)) is not None:
+    if dense and (declined := _decline(x) or _checked(x.device, _dense_trouble)) is not None:
         return declined
     table = (
         weights.derived(ExpertTable.from_weights)
@@ -172,37 +176,34 @@ def triton_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | 
 def _decline(x: Tensor) -> Declined | None:
     if x.device.type != "cuda" or x.requires_grad or x.shape[0] == 0:
         return _NOT_CUDA
-    with _CHECK_LOCK:
-        return _checked(x.device)
+    return _checked(x.device, _route_trouble)
 
 
 _CHECK_LOCK = Lock()  # layers are loaded by several threads
 
 
-def _dense_declined(device: torch.device) -> Declined | None:
+def _checked(device: torch.device, check: Callable[[torch.device], Declined | None]) -> Declined | None:
     with _CHECK_LOCK:
-        return _dense_checked(device)
-
-
-@cache  # as `_checked`
-def _dense_checked(device: torch.device) -> Declined | None:
-    try:
-        agrees = small_product_agrees(device, chip_of(device))
-        return None if agrees else Declined("routing-check-failed")
-    except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        return missing_tool() or Declined("kernel-raises", {"error": summarize_error(trouble)})
+        return check(device)
 
 
 @cache  # compiling takes a second, and the answer does not change
-def _checked(device: torch.device) -> Declined | None:
+def _route_trouble(device: torch.device) -> Declined | None:
     if torch.version.hip is not None:
         return Declined("untested-on-amd")
     if find_spec("triton") is None:
         return Declined("triton-not-installed")
-    if (old_gpu := decline_packed(device)) is not None:
-        return old_gpu
+    return decline_packed(device) or _trouble(lambda: small_route_agrees(device))
+
+
+@cache
+def _dense_trouble(device: torch.device) -> Declined | None:
+    return _trouble(lambda: small_product_agrees(device, chip_of(device)))
+
+
+def _trouble(agrees: Callable[[], bool]) -> Declined | None:
     try:
-        return None if small_route_agrees(device) else Declined("routing-check-failed")
+        return None if agrees() else Declined("routing-check-failed")
     except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
         return missing_tool() or Declined("kernel-raises", {"error": summarize_error(trouble)})
 
