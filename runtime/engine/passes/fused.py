@@ -23,7 +23,7 @@ from mycli.runtime.kernels.triton.attention import decode_attention, heads_fit
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.mixture import FusedMixture, SharedExpert
+from mycli.runtime.kernels.triton.mixture import FusedMixture, FusedRouter, SharedExpert
 from mycli.runtime.kernels.triton.product.dense import DenseProduct, decline_dense
 from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip
@@ -150,11 +150,10 @@ def _mixture(experts: Experts) -> FusedMixture | Declined:
         shared = SharedExpert(shared_gate_up, shared_down, None if gate is None else gate.dequantize())
     assert experts.norm is not None  # checked by `_decline_experts`
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
-    route = router.dequantize(), experts.spec.routing, experts.correction
+    route = FusedRouter(router.dequantize(), experts.router.bias, experts.spec.routing, experts.correction)
     kind = experts.spec.activation
     activation = ExpertActivation(kind != "silu", kind == "swiglu_clamped", gate_up_bias)
-    residual = _residual(experts, None)
-    return FusedMixture(norm, *route, gate_up, down, shared, residual, activation, experts.router.bias, down_bias)
+    return FusedMixture(norm, route, gate_up, activation, down, down_bias, shared, _residual(experts, None))
 
 
 def _projection(attention: Attention) -> Projection:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import ExpertTable, route_tokens
-from mycli.runtime.kernels.triton.gated_silu import PLAIN_SILU, ExpertActivation, activate_parts
+from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, TritonMatmul, check_contiguous
@@ -215,24 +215,33 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, eq=False)
+class FusedRouter:
+    """The router of a mixture. weight: [experts, size], dense, in the dtype of the stream; bias: [experts].
+
+    correction: as in `reference.route`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    routing: RoutingSpec
+    correction: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class FusedMixture:
     """A mixture of experts after a norm, whose `product` is the first expert's gate_up, and after attention.
 
-    router: [experts, size], dense, in the dtype of the stream; correction: as in `reference.route`. router_bias:
-    [experts]. down_bias: [experts, size].
+    down_bias: [experts, size].
     """
 
     norm: Norm
-    router: Tensor
-    choice: RoutingSpec
-    correction: Tensor | None
+    router: FusedRouter
     gate_up: ExpertTable
+    activation: ExpertActivation
     down: ExpertTable
-    shared: SharedExpert | None = None
-    residual: Residual = PLAIN_SUM
-    activation: ExpertActivation = PLAIN_SILU
-    router_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    down_bias: Tensor | None
+    shared: SharedExpert | None
+    residual: Residual
 
     def largest(self) -> int:
         """Return the most weight rows that need counters: none here."""
@@ -252,15 +261,15 @@ class FusedMixture:
 
         residual: bias, norm and factors of `o`. counters: as in `residual.add`. router_scores: instead of the router's.
         """
-        first, last = self.gate_up.weights[0], self.down.weights[0]
-        count = len(stream) * self.choice.top_k
-        share = -(-count // len(self.router))  # mean number of rows per expert
+        first, last, router = self.gate_up.weights[0], self.down.weights[0], self.router
+        experts, count = len(router.weight), len(stream) * router.routing.top_k
+        share = -(-count // experts)  # mean number of rows per expert
         normed = add(attended, o, stream, self.norm, counters, first.tile(share), residual)
         assert normed is not None
-        experts, gate = len(self.router), None if self.shared is None else self.shared.gate
-        scores = score(stream, normed, self.norm, self.router, gate, self.router_bias)
+        gate = None if self.shared is None else self.shared.gate
+        scores = score(stream, normed, self.norm, router.weight, gate, router.bias)
         chosen_by = scores[:, :experts] if router_scores is None else router_scores
-        route = route_tokens(chosen_by, self.choice, self.correction, first.chip.pdl)
+        route = route_tokens(chosen_by, router.routing, router.correction, first.chip.pdl)
         gate_up = first.partial(normed, routed=self.gate_up.rows(route.starts, route.tokens, count))
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share), self.activation, route.starts)
         outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))
