@@ -74,22 +74,16 @@ def choose_widths(
     copy = plan_low_copy(work, placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
-        # Rescaled weights could not be compared with the original's.
-        shares = copy_shares(copy, Path(name) / "low", placement, work.need.at_once, progress, balances=False)
+        shares = copy_shares(copy, Path(name) / "low", placement, work.need.at_once, progress)
     return replace(work.recipe, widths=allocate(shares, target, copy.recipe.bits))
 
 
 def copy_shares(
-    copy: QuantizationPlan,
-    target: Path,
-    placement: Placement,
-    at_once: int,
-    progress: ReportProgress,
-    *,
-    balances: bool = True,
+    copy: QuantizationPlan, target: Path, placement: Placement, at_once: int, progress: ReportProgress
 ) -> list[Share]:
     """Write a temporary copy of one low width to `target`; return what each product's rounding adds to the loss."""
-    quantize(copy, target, placement, progress=progress, balances=balances)
+    # Balanced weights could not be compared with the original's, and a GGUF file of a given size has none.
+    quantize(copy, target, placement, progress=progress, balances=False)
     trim_heap(mmap_threshold=4 << 20)
     windows = copy.calibration(copy.recipe.samples, copy.recipe.seed).windows
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]

@@ -1,20 +1,23 @@
 """Test mixed widths: each layer's share of the divergence, and the choice of widths for a budget."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from itertools import product as combinations
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
 from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import quantize
+from mycli.quant.pipeline import copy_shares, quantize
 from mycli.quant.planning import mixed_precision as allocate
 from mycli.quant.planning.mixed_precision import Share
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
@@ -29,6 +32,25 @@ pytestmark = pytest.mark.usefixtures("short_calibration_text")
 def share(loss: float, weights: int = 1000) -> Share:
     sizes: Mapping[int, int] = {bits: weights * bits // 8 for bits in BITS}
     return Share(weights, sizes, {bits: loss * 4.0 ** (3 - bits) for bits in BITS})
+
+
+def test_the_loss_of_outlying_columns_counts(tmp_path: Path) -> None:
+    """No copy balances them, since balanced weights could not be compared with the original's."""
+    shutil.copytree(DRAFT, tmp_path / "planted")
+    weights = tmp_path / "planted" / "model.safetensors"
+    weights.chmod(0o644)
+    tensors, layer = load_file(weights), "model.layers.0."
+    tensors[f"{layer}post_attention_layernorm.weight"][::8] *= 64
+    for name in ("gate", "up"):
+        tensors[f"{layer}mlp.{name}_proj.weight"][:, ::8] /= 64
+    save_file(tensors, weights, metadata={"format": "pt"})
+    losses = []
+    for folder in (DRAFT, tmp_path / "planted"):
+        recipe = Recipe("gptq", 4, 32, samples=8, seq=32)
+        copy = plan_quantization(Source("draft", folder), recipe, report="none")
+        shares = copy_shares(copy, tmp_path / f"low-{folder.name}", CPU, 4, silent)
+        losses.append(sum(share.loss[4] for share in shares))
+    assert losses[1] > 3 * losses[0]
 
 
 def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
