@@ -102,7 +102,7 @@ REASONS: Mapping[str, str] = {
     "not-triton-layout": "supports only weights in the Triton layout",
     "too-many-rows-per-expert": "{pairs} rows for {experts} experts are too many: decoding the weights once is faster",
     "cuda-rows-without-gradient": "supports only CUDA tensors with at least one row, without a gradient",
-    "routing-check-failed": "is wrong on this machine: a small routing differs from the reference",
+    "routing-check-failed": "is wrong on this machine: a small routing or expert product differs from the reference",
     # recurrent layers
     "convolution-size": "supports channels that are a multiple of {multiple}, and 2 to {taps} taps",
     "delta-rule-size": "supports head dimensions that are a multiple of {multiple}, and keys of at most {key_dim}",
