@@ -134,10 +134,10 @@ def with_calls(template: str) -> str:
     return template
 
 
-def special_tokens_map(settings: Fields) -> dict[str, str]:
+def special_tokens_map(settings: Fields, names: Sequence[str] = TOKEN_NAMES) -> dict[str, str]:
     """Return the special tokens of tokenizer_config.json (`settings`) by name; each is a string or {"content": ...}."""
     texts = {}
-    for name in TOKEN_NAMES:
+    for name in names:
         value = settings.values.get(name)
         if isinstance(value, dict):
             value = value.get("content")

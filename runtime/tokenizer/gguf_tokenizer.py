@@ -18,6 +18,15 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.to
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges are ranked by id, not by score
 SPECIAL_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Of fill-in-the-middle; the first three have a key of older files, too.
+_FIM_IDS: Mapping[str, Sequence[str]] = {
+    "prefix_token": ("fim_pre", "prefix"),
+    "suffix_token": ("fim_suf", "suffix"),
+    "middle_token": ("fim_mid", "middle"),
+    "fim_pad_token": ("fim_pad",),
+    "fim_repo_token": ("fim_rep",),
+    "fim_file_token": ("fim_sep",),
+}
 # Tokens that end a reply whatever their key and type: llama.cpp finds them by their text, too.
 _EOS_TEXTS = frozenset(
     (
@@ -266,6 +275,12 @@ def tokenizer_settings(metadata: Fields) -> dict[str, Any]:
         index = token_id(metadata, key, len(tokens))
         if index is not None:
             settings[name] = tokens[index]
+    for name, keys in _FIM_IDS.items():
+        for key in keys:
+            # Converters have written ids of another vocabulary; llama.cpp ignores them, too.
+            index = metadata.values.get(ggml_key(f"{key}_token_id"))
+            if type(index) is int and 0 <= index < len(tokens):
+                settings.setdefault(name, tokens[index])
     templates = {}
     for key, value in metadata.values.items():
         if key.startswith("tokenizer.chat_template") and key != "tokenizer.chat_templates":

@@ -21,6 +21,7 @@ from mycli.runtime.tokenizer.chat_template import (
     special_tokens_map,
 )
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
+from mycli.runtime.tokenizer.fill_in_middle import FIM_NAMES, FimPrompt, FimTokens, fim_prompt, find_fim_tokens
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlTokens, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_bytes, read_object
@@ -141,6 +142,7 @@ class Tokenizer:
         template: ChatTemplate | None,
         response_template: Fields | None = None,
         add_eos: bool = False,
+        fim_names: Mapping[str, str] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
         self.template = template
@@ -153,6 +155,7 @@ class Tokenizer:
         eos = self._id(special_tokens.get("eos_token"))
         self.eos: tuple[int, ...] = () if eos is None else (eos,)
         self._add_eos = add_eos
+        self._fim_names = fim_names or {}
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
@@ -205,6 +208,7 @@ class Tokenizer:
                 problem = f"gives {token.content!r:.60} id {token.id}, but the library assigns {index}"
                 raise raw.fail("added_tokens", problem)
         response_template = settings.values.get("response_template")
+        fim_names = [name for name in FIM_NAMES if isinstance(settings.values.get(name), str | dict)]
         return cls(
             encoder,
             vocabulary,
@@ -216,6 +220,7 @@ class Tokenizer:
             if isinstance(response_template, dict)
             else None,
             settings.values.get("add_eos_token") is True,
+            special_tokens_map(settings, fim_names),
         )
 
     def use_template(self, options: TemplateOptions) -> None:
@@ -252,6 +257,30 @@ class Tokenizer:
             return self._encoder.encode(text, add_special, plain=False, inside=False)
         ids = self._encode_plain(text, inside=False)
         return self._encoder.encode(text, True, plain=True, inside=False) if add_special else ids
+
+    @cached_property
+    def fim_tokens(self) -> FimTokens | None:
+        return find_fim_tokens(self.vocabulary, self._fim_names)
+
+    def fim_prompt(
+        self, prefix: str, suffix: str, extra: Sequence[tuple[str, str]] = (), room: int | None = None
+    ) -> FimPrompt:
+        """Return the prompt of `fill_in_middle`; control tokens spelled in the texts stay text. Raises UsageError."""
+        if self.fim_tokens is None:
+            raise UsageError("the tokenizer has no fill-in-the-middle tokens", "use a model for code completion")
+        _check_texts([prefix, suffix, *strings([list(pair) for pair in extra])])
+        start = [self.bos] if self.bos is not None and self.bos in self.encode("", add_special=True) else []
+        return fim_prompt(self.fim_tokens, self._encode_part, start, prefix, suffix, extra, room)
+
+    @cached_property
+    def _prefix_space(self) -> bool:
+        return self._encode_plain("a", inside=True) != self._encode_plain("a", inside=False)
+
+    def _encode_part(self, text: str, inside: bool) -> list[int]:
+        # Only SentencePiece's prefix space depends on the place, so other tokenizers keep added tokens of white space.
+        if (inside and self._prefix_space) or self._control.spelled_in(text):
+            return self._encode_plain(text, inside)
+        return self._encoder.encode(text, False, plain=False, inside=False)
 
     def _encode_plain(self, text: str, inside: bool) -> list[int]:
         ids = self._encoder.encode(text, False, plain=True, inside=inside)
