@@ -19,9 +19,12 @@ from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
 from mycli.runtime.server.routes.description import description
 from mycli.runtime.server.routes.embeddings import embeddings
+from mycli.runtime.server.routes.infill import infill
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
+from mycli.runtime.server.routes.native_completion import native_completion
 from mycli.runtime.server.routes.page import page, page_file
+from mycli.runtime.server.routes.props import props
 from mycli.runtime.server.routes.replies import resume
 from mycli.runtime.server.routes.rerank import rerank
 from mycli.runtime.server.routes.responses import input_tokens, responses
@@ -42,6 +45,9 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("GET", "/v1/models/{name:path}", show_served),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/v1/rerank", rerank),
+    ("POST", "/infill", infill),
+    ("POST", "/completion", native_completion),
+    ("GET", "/props", props),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/apply-template", apply_template),

@@ -30,6 +30,7 @@ from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.fill_in_middle import FimPrompt
 from mycli.runtime.tokenizer.parsing.reasoning_parser import ReasoningFormat, find_reasoning_format
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
@@ -154,6 +155,23 @@ class Service(ServerState):
         except UserError as error:
             raise from_user_error(error, "prompt") from None
 
+    def fim_prompt(
+        self,
+        prefix: str,
+        suffix: str,
+        param: str,
+        extra: Sequence[tuple[str, str]] = (),
+        room: int | None = None,
+    ) -> FimPrompt:
+        """Return the prompt for the text between `prefix` and `suffix`. Raises ApiError about `param`."""
+        if self.loaded.tokenizer.fim_tokens is None:
+            message = f"{param}: {self.name} has no fill-in-the-middle tokens, such as <|fim_prefix|>"
+            raise ApiError(400, message, "unsupported_parameter", param=param)
+        try:
+            return self.loaded.tokenizer.fim_prompt(prefix, suffix, extra, room)
+        except UserError as error:
+            raise from_user_error(error, param) from None
+
     def tag_ids(self, text: str) -> list[int]:
         """Return the token ids of markup, in which control tokens count as such."""
         return self.loaded.tokenizer.encode(text, add_special=False, allow_special=True) if text else []
@@ -229,8 +247,9 @@ class Service(ServerState):
         top: int | None,
         prompt_logprobs: bool = False,
         beams: BeamOptions | None = None,
+        fills_in: bool = False,
     ) -> Request:
-        """Return the engine's request for replies to one prompt. Raises ApiError."""
+        """Return the engine's request for replies to one prompt; `fills_in`: it is of `fim_prompt`. Raises ApiError."""
         if self.loaded.runner.config.bidirectional:
             message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
             raise ApiError(400, message, "embedding_model", param="model")
@@ -239,6 +258,8 @@ class Service(ServerState):
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids
+        if fills_in and self.loaded.tokenizer.fim_tokens is not None and not body.ignore_eos:
+            stop_ids |= self.loaded.tokenizer.fim_tokens.ends
         if body.stop_token_ids:
             self.check_ids(body.stop_token_ids, "stop_token_ids")
             stop_ids |= frozenset(body.stop_token_ids)

@@ -46,6 +46,7 @@ _LLAMA = """
 """
 
 
+NATIVE = "/completion"
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 
@@ -116,6 +117,7 @@ INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
     "llama.cpp": {
         CHAT: _words(f"{_LLAMA} chat_template_kwargs continue_final_message messages tool_choice tools"),
         TEXT: _words(f"{_LLAMA} prompt"),
+        NATIVE: _words(f"{_LLAMA} prompt"),
         RESPONSES: _words(f"{_LLAMA} chat_template_kwargs"),
         MESSAGES: ["chat_template_kwargs"],
         EMBEDDINGS: _words("content dimensions embd_normalize encoding_format input model"),

@@ -1,4 +1,4 @@
-"""POST /api/generate: Ollama's completion of a prompt, with the chat template unless `raw`."""
+"""POST /api/generate: Ollama's completion of a prompt, with the chat template unless `raw` or with a `suffix`."""
 
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ async def ollama_generate(service: Service, request: Request) -> Response:
 
     def prepare(body: OllamaGenerateRequest) -> Prepared | None:
         refuse_fields(body)
-        return _prepared(service, body) if body.prompt else None
+        return _prepared(service, body) if body.prompt or body.suffix else None
 
     return await answer_ollama(service, request, OllamaGenerateRequest, prepare, as_message=False)
 
 
 def _prepared(service: Service, body: OllamaGenerateRequest) -> Prepared:
     prompt = body.prompt or ""
-    if body.raw or service.loaded.tokenizer.template is None:
+    if body.suffix or body.raw or service.loaded.tokenizer.template is None:
         return _raw(service, body, prompt)
     system = [Message("system", body.system)] if body.system else []
     spec = ollama_spec(body, [*system, Message("user", prompt)], read_options(body, service.context))
@@ -41,10 +41,11 @@ def _prepared(service: Service, body: OllamaGenerateRequest) -> Prepared:
 
 def _raw(service: Service, body: OllamaGenerateRequest, prompt: str) -> Prepared:
     sampling, limit, omitted = read_options(body, service.context)
-    ids = service.text_prompt(prompt)
+    ids = service.fim_prompt(prompt, body.suffix, "suffix").ids if body.suffix else service.text_prompt(prompt)
     if limit is not None:
         limit = min(limit, max(reply_room(service.context, len(ids)), 1))
     service.check_fits(ids, limit, "prompt")
-    request = service.request(ids, sampling, limit, service.grammar(read_format(body)), body.top)
+    grammar = service.grammar(read_format(body))
+    request = service.request(ids, sampling, limit, grammar, body.top, fills_in=bool(body.suffix))
     reader = ReplyReader(service.loaded.tokenizer, sampling.stops)
     return Prepared([(request, [reader])], [ids], omitted=omitted)

@@ -229,7 +229,7 @@ def refuse_images(images: list[Any] | None, place: str) -> None:
 
 def refuse_fields(body: OllamaGenerateRequest) -> None:
     """Raise ApiError for a field of generate that would change the reply."""
-    remedies = {"suffix": "", "template": "", "context": "; send the conversation to /api/chat"}
+    remedies = {"template": "", "context": "; send the conversation to /api/chat"}
     for name, remedy in remedies.items():
         if getattr(body, name):
             raise ApiError(400, f"{name}: is not supported{remedy}", "unsupported_parameter", param=name)

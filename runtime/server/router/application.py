@@ -38,6 +38,8 @@ FORWARDED = (
     "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/rerank",
+    "/infill",
+    "/completion",
     "/tokenize",
     "/detokenize",
     "/apply-template",
@@ -107,7 +109,7 @@ async def forward(router: Router, request: Request) -> Response:
     values = parse_body(data)
     keep = keep_alive_of(values) if request.url.path.startswith("/api/") else ()
     slot = router.pool.find(model_of(values))
-    prompted = values.get("prompt") or values.get("messages")
+    prompted = any(values.get(name) for name in ("prompt", "suffix", "messages"))
     path, unloads = request.url.path, keep == (0.0,) and not prompted
     if unloads and slot.state == "unloaded" and path in ("/api/chat", "/api/generate"):
         # Forwarded, it would load the model first.
@@ -160,6 +162,14 @@ async def router_description(router: Router, request: Request) -> Response:
         raise ApiError(502, f"{slot.model.name} did not describe its interfaces", "model_process_failed")
     names = [name for slot in slots for name in slot.model.names]
     return Response(relabelled(answer.content, names), media_type="application/json")
+
+
+async def model_props(router: Router, request: Request) -> Response:
+    """Describe a model in llama.cpp's form, `model` of the query or the first one; it is loaded if necessary."""
+    slot = router.pool.find(request.query_params.get("model"))
+    async with router.pool.use(slot) as process:
+        answer = await process.client.get("/props")
+    return Response(answer.content, answer.status_code, media_type="application/json")
 
 
 async def all_tags(router: Router, request: Request) -> Response:
@@ -218,6 +228,7 @@ ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     ("POST", "/v1/models/load", load_model_on_request),
     ("POST", "/v1/models/unload", unload_model),
     ("GET", "/v1/models/{name:path}", show_model_with_state),
+    ("GET", "/props", model_props),
     ("GET", "/api/tags", all_tags),
     ("GET", "/api/ps", all_running),
     ("POST", "/api/show", show_card),

@@ -42,6 +42,7 @@ class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constrain
         | Annotated[list[TokenId], Field(max_length=MAX_IDS)]
         | Annotated[list[Annotated[list[TokenId], Field(max_length=MAX_IDS)]], Field(max_length=MAX_PROMPTS)]
     )
+    suffix: LongText | None = None
     n: int | None = Field(None, ge=1, le=64)
     echo: bool | None = None
     stream_options: StreamOptions | None = None
@@ -64,12 +65,22 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
         raise ApiError(400, message, "invalid_value", param="n")
     ids = []
     for prompt in prompts:
-        if isinstance(prompt, str):
+        if body.suffix and isinstance(prompt, str):
+            ids.append(service.fim_prompt(prompt, body.suffix, "suffix").ids)
+        elif isinstance(prompt, str):
             ids.append(service.text_prompt(prompt, body.add_special_tokens))
         else:
             service.check_ids(prompt, "prompt")
             ids.append(cast(list[int], list(prompt)))
     return ids
+
+
+def _check_suffix(body: CompletionRequest) -> None:
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(400, "suffix: needs a prompt of text", "invalid_value", param="suffix")
+    if body.echo:  # the prompt has the suffix before the reply
+        raise ApiError(400, "suffix: cannot be combined with echo", "unsupported_parameter", param="suffix")
 
 
 def _prepare(service: Service, body: CompletionRequest) -> Prepared:
@@ -79,6 +90,8 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
         raise ApiError(400, "max_tokens: 0 needs echo", "invalid_value", param="max_tokens")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
+    if body.suffix:
+        _check_suffix(body)
     prompts = _prompts(service, body)
     grammar = service.grammar(output_format(body))
     scored = bool(body.echo) and body.logprobs is not None
@@ -89,7 +102,7 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
         service.check_fits(prompt, None if requested == -1 else requested, "prompt")
         fitting = min(limit, reply_room(service.context, len(prompt)))
         most = None if beams is not None and requested == -1 else fitting
-        request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams)
+        request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams, bool(body.suffix))
         readers = [
             ReplyReader(service.loaded.tokenizer, body.stops, next(numbers))
             for _ in range((body.n or 1) * len(list(same)))

@@ -21,7 +21,9 @@ from mycli.runtime.server.requests.schemas import DetokenizeRequest, TokenizeReq
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
+from mycli.runtime.server.routes.infill import InfillRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.native_completion import NativeCompletionRequest
 from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
@@ -39,6 +41,8 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/embeddings": EmbeddingsRequest,
     "/v1/rerank": RerankRequest,
     "/v1/replies/{id}/resume": ResumeRequest,
+    "/infill": InfillRequest,
+    "/completion": NativeCompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TokenizeRequest,
@@ -49,7 +53,10 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/api/show": OllamaShowRequest,
 }
 _MEDIA = {"/": "text/html", "/web/{name}": "*/*", "/metrics": "text/plain"}
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/replies/{id}/resume")
+_STREAMED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/replies/{id}/resume"),
+    *("/infill", "/completion"),
+)
 _TEXT, _ANY = {"type": "string"}, {"type": "object"}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {

@@ -184,6 +184,9 @@ class OpenAIRendering:
         self._unfinished -= piece.end is not None
 
     def _progress_events(self, piece: Piece, choice: dict[str, Any]) -> Iterable[bytes]:
+        yield from self._progress_event(piece, {**self._head, "choices": [choice]})
+
+    def _progress_event(self, piece: Piece, fields: dict[str, Any]) -> Iterable[bytes]:
         if self._shows_progress and piece.prompt_tokens > self._progress.get(piece.index, 0):
             self._progress[piece.index] = piece.prompt_tokens
             progress = {
@@ -192,7 +195,7 @@ class OpenAIRendering:
                 "processed": piece.prompt_tokens,
                 "time_ms": int((time.perf_counter() - self._began) * 1000),
             }
-            yield event({**self._head, "choices": [choice], "prompt_progress": progress})
+            yield event({**fields, "prompt_progress": progress})
 
     def _choice_event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": self._counts.usage()} if self._usage_so_far else {}

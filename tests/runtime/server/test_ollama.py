@@ -144,7 +144,7 @@ def test_a_request_without_a_prompt_loads_or_unloads(client: ollama.Client) -> N
             400,
             "options.seed: must be at least -92233",
         ),
-        ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: is not supported"),
+        ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: pico has no fill-in-the-middle tokens"),
         ("generate", {"prompt": "a", "context": [1]}, 400, "context: is not supported"),
         ("generate", {"prompt": "a", "images": ["AAAA"]}, 400, "images: is not supported"),
         ("generate", {"prompt": "a", "keep_alive": "soon"}, 400, "keep_alive: must be a number of seconds"),

@@ -32,6 +32,7 @@ from tests.support.interface_fields import (
     INPUT_TOKENS,
     INTERFACES,
     MESSAGES,
+    NATIVE,
     RERANK,
     RESPONSES,
     TEXT,
@@ -45,6 +46,7 @@ _TALK = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": _TALK, "max_tokens": 1},
     TEXT: {"prompt": "Hello", "max_tokens": 1},
+    NATIVE: {"prompt": "Hello", "n_predict": 1},
     RESPONSES: {"input": "Hello", "max_output_tokens": 1},
     MESSAGES: {"messages": _TALK, "max_tokens": 1},
     INPUT_TOKENS: {"input": "Hello"},
