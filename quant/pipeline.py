@@ -339,7 +339,10 @@ def default_work_folder(target: Path) -> Path:
 def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     config, packings = folder.config, output.packings
     dense = (config.head(), *config.unquantized_linears())
-    ignored = [linear.name for linear in dense if linear.name not in packings]
+    # By both names: readers compare them with their modules, which have the checkpoints' names in published code and
+    # vLLM's EXAONE, and the declaration's in transformers.
+    ignored = [name for linear in dense if linear.name not in packings for name in config.module_names(linear.name)]
+    packings = {name: packing for linear, packing in packings.items() for name in config.module_names(linear)}
     ignored += ["re:^mtp[.]"] if folder.mtp_head is not None else []
     values = {name: value for name, value in folder.raw.values.items() if name != "quantization"}
     values["quantization_config"] = formats.writable(packings).write_quantization(packings, ignored, config.dtype)

@@ -244,6 +244,10 @@ class ModelConfig:
                 return prefix + name.removeprefix(local)
         return name
 
+    def module_names(self, name: str) -> tuple[str, ...]:
+        """Return the declaration's name of a module, then the checkpoints' if it differs."""
+        return tuple(dict.fromkeys((name, self.stored_name(f"{name}.").removesuffix("."))))
+
     def layer(self, index: int) -> LayerSpec:
         return self.layer_specs[index]
 

@@ -282,6 +282,23 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert done.left_out and open_model_folder(done.path).mtp_head is None
 
 
+def test_targets_have_the_names_of_the_files_too(tmp_path: Path) -> None:
+    """The modules of EXAONE's published code and of vLLM have other names than Llama's."""
+    (tmp_path / "source").mkdir()
+    random_model(tmp_path / "source", "exaone-llama3", hidden_size=64, intermediate_size=96)
+    work = plan_quantization(Source("random", tmp_path / "source"), Recipe("rtn", 4, 32, head="int8"), report="none")
+    quantize(work, tmp_path / "copy", CPU)
+    section = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]
+    bits = {
+        name: group["weights"]["num_bits"] for group in section["config_groups"].values() for name in group["targets"]
+    }
+    stored = load_file(tmp_path / "copy" / "model.safetensors")
+    packed = {name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")}
+    assert "transformer.h.0.mlp.c_fc_1" in packed <= bits.keys()
+    assert {name for name, width in bits.items() if width == 8} == {"lm_head"}
+    assert set(open_model_folder(tmp_path / "copy").packings) <= bits.keys()
+
+
 @pytest.mark.parametrize(
     ("case", "method", "bits"),
     chosen([(case, method, bits) for case in KINDS for method in ("gptq", "awq") for bits in LOST], quick=COPIED),

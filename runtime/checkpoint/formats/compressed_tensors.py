@@ -203,8 +203,7 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     ignore = section.array("ignore", str)
     result: dict[str, Packing] = {}
     for linear in quantizable(config)[:-1]:  # without the embedding
-        # The section has the names of the files, one written here those of the declaration.
-        names = dict.fromkeys((linear.name, config.stored_name(f"{linear.name}.").removesuffix(".")))
+        names = config.module_names(linear.name)  # the section may have either
         if any(_parts.matches_target(name, pattern) for name in names for pattern in ignore):
             continue
         ranked = [(_parts.target_rank(name, group[0]), index) for name in names for index, group in enumerate(groups)]
