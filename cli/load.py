@@ -11,7 +11,7 @@ from mycli.cli.command import Call, subject_of
 from mycli.cli.text.format import experts_in_memory
 from mycli.cli.text.progress import LINE_SECONDS
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, open_model_folder, with_older_section
+from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, with_older_section
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import Declined, NotFoundError
@@ -152,7 +152,7 @@ def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) ->
 def open_config(call: Call, model: str, fetch: bool = True) -> ModelFolder:
     """Open a model's folder; with `fetch`, of a model that is only on the hub its configs alone are downloaded."""
     try:
-        return open_model_folder(resolve(model, offline=call.offline).folder)
+        return resolve(model, offline=call.offline).open()
     except NotFoundError:
         if not fetch or call.offline or not is_hub_name(model):
             raise

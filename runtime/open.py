@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.stable_file import prefetch_files
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
@@ -62,7 +61,7 @@ def open_model(
     name = str(name)
     source = resolve(name, offline=offline)
     prefetch_files(source.folder)  # before torch is imported, which takes as long as reading
-    folder = open_model_folder(source.folder)
+    folder = source.open()
     if config.adapter is not None:
         folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)
     return open_folder(source, folder, config, offline=offline, report=report)
@@ -90,7 +89,7 @@ def open_folder(
 
     def open_draft(name: str) -> ModelFolder:
         with _errors_about(name):
-            return open_model_folder(resolve(name, offline=offline).folder)
+            return resolve(name, offline=offline).open()
 
     draft = draft_folder(folder, config.draft, open_draft)
     placement = config.place(folder.config)
@@ -195,6 +194,8 @@ def add_adapter(
     folder: ModelFolder, model: str, adapter: str, *, offline: bool = False, report: OpenReport
 ) -> ModelFolder:
     """Return `folder` with the LoRA adapter of this name; reports one that was trained on another model."""
+    if folder.adapter is not None:
+        raise ModelError(f"{model} contains an adapter, and only one can be applied", "give its base model instead")
     with _errors_about(adapter):
         source = resolve_adapter(adapter, offline=offline)
         merged = folder.with_adapter(source.label, source.folder)

@@ -15,7 +15,6 @@ from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.text.format import head_format
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve
@@ -101,7 +100,7 @@ def _check(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial
 
     with about(call, model):
         source = resolve(model, offline=call.offline)
-        folder = adapted(call, open_model_folder(source.folder), model, engine.adapter)
+        folder = adapted(call, source.open(), model, engine.adapter)
         folder.checked_manifest()
     placement = engine.place(folder.config)
     plans = []

@@ -15,7 +15,6 @@ from mycli.cli.output import Column
 from mycli.cli.replies.batch_file import MAX_LINE, parse_prompt
 from mycli.cli.reports.plot import Chart, Point, require_svg, write_charts
 from mycli.cli.text.progress import STEP_SECONDS, stages
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.chat_template import Message
@@ -179,7 +178,7 @@ def compare(
     for name in names:  # before the first is loaded
         with about(call, name):
             sources.append(resolve(name, offline=call.offline))
-    folders = [open_model_folder(source.folder) for source in sources]
+    folders = [source.open() for source in sources]
     conversations = _built_in_prompts() if prompts is None else _read_prompts(prompts)
     encoded = [[prompt.encode(folder.tokenizer()) for prompt in conversations] for folder in folders]
     if encoded[0] != encoded[1]:

@@ -13,7 +13,6 @@ from mycli.cli.output import Column
 from mycli.cli.text.format import quality_rows
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import resolve
@@ -174,7 +173,7 @@ def evaluate(
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
-    folders = [open_model_folder(source.folder) for source in sources]
+    folders = [source.open() for source in sources]
     folders[0] = adapted(call, folders[0], model, adapter)
     placements = [
         engine.place(folders[0].config),

@@ -8,7 +8,6 @@ from mycli.cli.flags import options
 from mycli.cli.load import adapted
 from mycli.cli.output import Column
 from mycli.cli.text.progress import stages
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -62,7 +61,7 @@ def export(
 
     module, variant = find_export_target(to)
     source = resolve(model, offline=call.offline)
-    folder = adapted(call, open_model_folder(source.folder), model, adapter)
+    folder = adapted(call, source.open(), model, adapter)
     request = ExportRequest(source, folder, output, variant, requantize, overwrite)
     with stages(call.out.progress) as progress:
         exported: Exported = module.export(request, progress)

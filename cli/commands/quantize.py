@@ -14,7 +14,6 @@ from mycli.cli.quantizing.to_folder import quantize_to_folder
 from mycli.cli.quantizing.to_gguf import quantize_to_gguf
 from mycli.cli.reports.plot import require_svg
 from mycli.quant.ggml.recipe import GgufRecipe
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import resolve
 
@@ -99,7 +98,7 @@ def quantize(
     source = resolve(model, offline=call.offline)
     request = QuantizationRequest(
         source=source,
-        folder=adapted(call, open_model_folder(source.folder), model, adapter),
+        folder=adapted(call, source.open(), model, adapter),
         calib=flags.calib,
         report=held_out,
         gates=gates,

@@ -9,7 +9,6 @@ from mycli.cli.flags import options
 from mycli.cli.flags.reply import GrammarFlags
 from mycli.cli.load import about, load_engine
 from mycli.cli.replies.receipts import format_of, loading_of
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.utils.units import pluralize
@@ -45,7 +44,7 @@ def replay(
     recorded = Receipt.read(receipt)
     name = model or recorded.model
     with about(call, name):
-        folder = open_model_folder(resolve(name, offline=call.offline).folder)
+        folder = resolve(name, offline=call.offline).open()
         # Before loading: with other weights the first difference of tokens would say nothing about its cause.
         changed = different_files(recorded.files, file_hashes(folder.source_files()))
         if changed:

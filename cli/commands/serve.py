@@ -23,7 +23,6 @@ from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine, warm_up_engine
 from mycli.cli.reasons import passes_json
 from mycli.cli.serving.other_engines import EngineFlags, OtherEngine, start
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
@@ -196,7 +195,7 @@ def _run(
     from mycli.runtime.server.service import Service
     from mycli.runtime.server.worker import EngineWorker
 
-    card = model_card(open_model_folder(loaded.source.folder))
+    card = model_card(loaded.source.open())
     settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name), card=card)
     engine = loaded.engine
     sequences = engine.shape.blocks * engine.shape.block_size // engine.context

@@ -155,6 +155,7 @@ def _rows(info: ModelInfo, answer: dict[str, Any]) -> list[tuple[str, str]]:
     mtp = f"MTP head, {human_bytes(info.predictor_bytes)} (--draft mtp)" if info.predictor_bytes else ""
     rows = [
         ("architecture", config.model_type),
+        *([("adapter", str(info.source.adapter))] if info.source.adapter is not None else []),
         ("layers", f"{config.layers} of width {config.hidden_size}, {_mlp(config)}"),
         ("heads", _heads(config)),
         ("context", f"{config.max_context} tokens{rope}{sliding}"),

@@ -3,7 +3,6 @@
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 
@@ -33,7 +32,7 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     output head are ignored. No weights are read.
     """
     sources = [resolve(name, offline=call.offline) for name in (model, draft)]
-    folders = [open_model_folder(source.folder) for source in sources]
+    folders = [source.open() for source in sources]
     sizes = [folder.config.vocab_size for folder in folders]
     shared = check_vocabularies(folders[0].tokenizer(), folders[1].tokenizer())
     answer = {"tokens": shared.tokens, "rows": sizes, "different": 0, "ends_differ": shared.eos_differs}

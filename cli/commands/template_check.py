@@ -131,11 +131,10 @@ def _probe(call: Call, name: str, templates: TemplateFlags) -> "Probe":
 
 
 def _local_folder(call: Call, name: str) -> "ModelFolder | None":
-    from mycli.runtime.checkpoint.open_folder import open_model_folder
     from mycli.runtime.hub.resolve import resolve
 
     try:
-        return open_model_folder(resolve(name, offline=call.offline).folder)
+        return resolve(name, offline=call.offline).open()
     except NotFoundError:
         if call.offline or not is_hub_name(name):
             raise

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.flags.records import LoadFlags
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.names import is_path
 from mycli.runtime.sampling.params import SamplingParams
@@ -70,7 +69,7 @@ def write_receipt(
     opened = generator.loaded
     Receipt(
         model=_name(opened),
-        files=file_hashes(open_model_folder(opened.source.folder).source_files()),
+        files=file_hashes(opened.source.open().source_files()),
         template=template_hash(opened),
         program=describe_program(opened),
         settings=_settings(opened, loading),

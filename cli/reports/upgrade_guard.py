@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call
 from mycli.cli.load import record_path
 from mycli.cli.text.progress import STEP_SECONDS, stages
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import disk_errors, require_writable
 
@@ -21,7 +20,7 @@ def measure(call: Call, opened: "OpenedModel", before: "GoldenRecord | None" = N
     from mycli.runtime.diagnostics.golden_record import SECONDS, record
 
     call.out.note(f"{opened.source.name}: measuring replies and speed, about {SECONDS:.0f} s")
-    folder = open_model_folder(opened.source.folder)
+    folder = opened.source.open()
     with stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress:
         return record(opened, folder, None if before is None else before.lengths, seconds=SECONDS, progress=progress)
 
@@ -58,7 +57,7 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
     hint = f"mycli doctor {name} --save"
     if before is None:
         raise UsageError(f"nothing was saved for {name} on this device", hint)
-    if before.files != files_digest(open_model_folder(opened.source.folder)):
+    if before.files != files_digest(opened.source.open()):
         raise UsageError(f"{name}: its files are not those that the saved replies came from", hint)
     after = measure(call, opened, before)
     result = compare_records(before, after)

@@ -19,7 +19,6 @@ from typing import Annotated
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.nvml import Gpu, gpus
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.engine.config import EngineConfig
@@ -172,7 +171,7 @@ def start(
     """
     executable = engine.find()
     source = resolve(model, offline=call.offline)
-    folder = open_model_folder(source.folder)
+    folder = source.open()
     if not source.folder.is_dir():
         raise ModelError(f"{model}: {engine.title} needs safetensors, not a GGUF file", "name the original model")
     visible = [] if config.device == "cpu" else gpus()

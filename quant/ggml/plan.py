@@ -22,7 +22,6 @@ from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import dtype_info
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
@@ -73,7 +72,7 @@ def plan_gguf(
     max_vram: int | None = None,
 ) -> GgufPlan:
     """Plan a GGUF file of `source`; arguments and errors are those of `planning.plan.plan_quantization`."""
-    folder = folder or open_model_folder(source.folder)
+    folder = folder or source.open()
     stored, config = source_scheme(folder, source.label), folder.config
     kinds = _kinds(folder, recipe)
     mix = load_mix(recipe.mix)

@@ -23,7 +23,6 @@ from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
@@ -124,7 +123,7 @@ def plan_quantization(
     does not match its config; UsageError for a recipe that does not fit its shapes; ResourceError if a limit is too
     small.
     """
-    folder = folder or open_model_folder(source.folder)
+    folder = folder or source.open()
     if folder.config.bidirectional and (recipe.needs_data or report != "none"):
         message = f"{source.label}: its tokens see the whole text, which calibration and the quality report do not do"
         raise UsageError(message, code="no-data-no-report")

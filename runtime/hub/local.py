@@ -16,7 +16,7 @@ from mycli.runtime.hub import store
 from mycli.runtime.hub.download import lock_folder, repo_lock
 from mycli.runtime.hub.names import is_hub_name, is_path, split_file, split_name
 from mycli.runtime.hub.other_stores import StoredModel, stored_models
-from mycli.runtime.hub.resolve import named_file, resolve
+from mycli.runtime.hub.resolve import Source, named_file, resolve
 from mycli.runtime.hub.store import BUILT_IN, HubFile
 from mycli.runtime.tokenizer.tekken import tokenizer_file
 from mycli.runtime.utils.files import try_lock
@@ -66,7 +66,8 @@ def local_models() -> list[LocalModel]:
 
 def _stored_model(stored: StoredModel) -> LocalModel:
     if not (problem := stored.problem):
-        problem = _problem(stored.path) if stored.path.is_dir() else _load_problem(stored.path)
+        source = Source(stored.name, stored.path, adapter=stored.adapter)
+        problem = _problem(stored.path) if stored.path.is_dir() else _open_problem(source)
     return LocalModel(stored.name, stored.program, stored.path, None, stored.nbytes, problem)
 
 
@@ -99,8 +100,12 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
 
 
 def _load_problem(path: Path, prefix: str = "") -> str:
+    return _open_problem(Source(path.name, path), prefix)
+
+
+def _open_problem(source: Source, prefix: str = "") -> str:
     try:
-        open_model_folder(path).checked_manifest()
+        source.open().checked_manifest()
     except (ModelError, NotFoundError) as error:
         return f"{prefix}{error.message}"
     return ""

@@ -78,7 +78,7 @@ class ModelInfo:
 
 
 def read_model_info(source: Source) -> ModelInfo:
-    folder = open_model_folder(source.folder)
+    folder = source.open()
     warnings = list(folder.manifest.warnings)
     try:
         folder.checked_manifest()

@@ -1,16 +1,17 @@
 """Finds models that Ollama and LM Studio downloaded, to use them where they lie. Nothing is written there.
 
 Ollama: `manifests/HOST/NAMESPACE/MODEL/TAG` is JSON that names blobs by digest, `blobs/sha256-HEX`; the model is a GGUF
-file. LM Studio: `PUBLISHER/REPOSITORY/` with GGUF files or a folder in the Hugging Face layout. All of it is untrusted:
-names and digests become paths only after they matched a pattern, and a link out of a store is refused.
+file, its LoRA adapter another. LM Studio: `PUBLISHER/REPOSITORY/` with GGUF files or a folder in the Hugging Face
+layout. All of it is untrusted: names and digests become paths only after they matched a pattern, and a link out of a
+store is refused.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import GGUF, choose_quant, ollama_name
@@ -37,12 +38,13 @@ class StoredModel:
     program: Program
     path: Path
     problem: str = ""
+    adapter: Path | None = None  # a GGUF file
 
     @property
     def nbytes(self) -> int:
         if self.path.is_dir():
             return sum(file_bytes(path) for path in list_folder(self.path) if path.is_file())
-        return file_bytes(self.path)
+        return file_bytes(self.path) + (0 if self.adapter is None else file_bytes(self.adapter))
 
 
 def find_stored(model: str) -> StoredModel | None:
@@ -65,7 +67,7 @@ def stored_models() -> Iterator[StoredModel]:
                 continue
             name = _ollama_name(*parts)
             try:
-                yield StoredModel(name, "ollama", _read_manifest(root, path))
+                yield _read_manifest(name, root, path)
             except ModelError as error:
                 yield StoredModel(name, "ollama", path, error.message)
     for root in _lm_studio_roots():
@@ -107,12 +109,12 @@ def _find_ollama(model: str) -> StoredModel | None:
         for place in places:
             path = root.joinpath("manifests", *place)
             if os.path.lexists(path) and not path.is_dir():
-                return StoredModel(model, "ollama", _read_manifest(root, path))
+                return _read_manifest(model, root, path)
     return None
 
 
-def _read_manifest(root: Path, path: Path) -> Path:
-    """Return the GGUF file of a manifest. Raises ModelError naming the manifest and what is wrong with it."""
+def _read_manifest(name: str, root: Path, path: Path) -> StoredModel:
+    """Return the model of a manifest. Raises ModelError naming the manifest and what is wrong with it."""
     _require_inside(root, path)
     manifest = read_object(path)
     source = f"{path.parent.name}:{path.name}: manifest"
@@ -121,11 +123,15 @@ def _read_manifest(root: Path, path: Path) -> Path:
         raise ModelError(f"{source}: mediaType {kind!r:.80} is not a manifest", _AGAIN)
     layers = manifest.array("layers", dict, _MAX_LAYERS)
     kinds = [layer.get("mediaType") for layer in layers]
-    if _ADAPTER in kinds:
-        raise ModelError(f"{source}: the model has a LoRA adapter of Ollama's", "give its base model, and the adapter")
+    if kinds.count(_ADAPTER) > 1:
+        raise ModelError(f"{source}: {kinds.count(_ADAPTER)} adapters, of which Ollama applies one", _AGAIN)
     if kinds.count(_MODEL) != 1:
         raise ModelError(f"{source}: {kinds.count(_MODEL)} layers are models, expected one", _AGAIN)
-    layer = layers[kinds.index(_MODEL)]
+    adapter = _find_blob(root, source, layers[kinds.index(_ADAPTER)]) if _ADAPTER in kinds else None
+    return StoredModel(name, "ollama", _find_blob(root, source, layers[kinds.index(_MODEL)]), adapter=adapter)
+
+
+def _find_blob(root: Path, source: str, layer: Mapping[str, Any]) -> Path:
     digest, size = layer.get("digest"), layer.get("size")
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:

@@ -7,12 +7,14 @@ model silently. No network.
 import re
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, adapter_base, is_adapter
 from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.names import (
@@ -43,6 +45,12 @@ class Source:
     folder: Path
     repo: str | None = None
     revision: str | None = None
+    adapter: Path | None = None  # of a model of Ollama's that contains one
+
+    def open(self) -> ModelFolder:
+        """Read config.json or the GGUF header, and that of the adapter. Raises ModelError and NotFoundError."""
+        folder = open_model_folder(self.folder)
+        return folder if self.adapter is None else folder.with_adapter(self.label, self.adapter)
 
     @property
     def label(self) -> str:
@@ -81,6 +89,8 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
         if not Path(name).is_dir():
             raise
         raise ModelError(f"{name}: not a LoRA adapter", hint) from None
+    if source.adapter is not None:
+        return replace(source, folder=source.adapter, adapter=None)
     if not is_adapter(source.folder) and not is_gguf(source.folder):
         raise ModelError(f"{name}: not a LoRA adapter", hint)
     return source
@@ -92,7 +102,7 @@ def _find(model: str, offline: bool) -> Source:
     if ollama_name(model) is not None:
         if (stored := _find_stored(model)) is None:
             raise not_pulled_by_ollama(model)
-        return Source(stored.name, stored.path)
+        return Source(stored.name, stored.path, adapter=stored.adapter)
     model = named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
@@ -109,7 +119,7 @@ def _find(model: str, offline: bool) -> Source:
         if "/" in model or Path(model).is_dir():
             return _resolve_path(model)
         if (stored := _find_stored(model)) is not None:
-            return Source(model, stored.path)
+            return Source(model, stored.path, adapter=stored.adapter)
         if model in store.model_folders():
             folder = store.data_dir() / "models" / model
             raise ModelError(f"{model} is damaged: {folder} has no config.json", code="remove-model")
@@ -180,7 +190,7 @@ def _resolve_path_or_stored(model: str) -> Source:
     except NotFoundError:  # or `host/namespace/model:tag`, which Ollama pulled from another registry than its own
         if is_path(model) or (stored := _find_stored(model)) is None:
             raise
-        return Source(model, stored.path)
+        return Source(model, stored.path, adapter=stored.adapter)
 
 
 def _resolve_cached_or_stored(model: str, offline: bool) -> Source:
@@ -189,7 +199,7 @@ def _resolve_cached_or_stored(model: str, offline: bool) -> Source:
     except (NotFoundError, UsageError):  # the latter for a tag of Ollama's, which no name of the hub has
         if (stored := _find_stored(model)) is None:
             raise
-        return Source(model, stored.path)
+        return Source(model, stored.path, adapter=stored.adapter)
 
 
 def _find_stored(model: str) -> "StoredModel | None":

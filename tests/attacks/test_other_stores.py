@@ -18,7 +18,7 @@ from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.hub.local import local_models
 from mycli.runtime.hub.other_stores import find_stored, stored_models
 from tests.attacks.fuzz import _bytes, _other
-from tests.support.other_stores import MODEL, lm_studio, ollama
+from tests.support.other_stores import ADAPTER, MODEL, lm_studio, ollama
 
 SHA = "sha256:" + "a" * 64
 DEEP = b'{"layers":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -54,7 +54,9 @@ LAYERS: dict[str, tuple[Any, str]] = {
     "number-digest": ([{**LAYER, "digest": 7}], "is not a SHA-256"),
     "other-hash": ([{**LAYER, "digest": "md5:" + "a" * 64}], "is not a SHA-256"),
     "missing-blob": ([LAYER], "is missing in"),
-    "adapter": ([LAYER, {**LAYER, "mediaType": "application/vnd.ollama.image.adapter"}], "LoRA adapter"),
+    "two-adapters": ([LAYER, *[{**LAYER, "mediaType": ADAPTER}] * 2], "2 adapters"),
+    "adapter-alone": ([{**LAYER, "mediaType": ADAPTER}], "0 layers are models"),
+    "adapter-traversal": ([LAYER, {**LAYER, "mediaType": ADAPTER, "digest": "sha256:../x"}], "is not a SHA-256"),
     "wrong-kind": ([{**LAYER, "mediaType": "text/html"}], "0 layers are models"),
     "kind-is-a-list": ([{**LAYER, "mediaType": [MODEL]}], "0 layers are models"),
 }

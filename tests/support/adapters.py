@@ -1,4 +1,4 @@
-"""LoRA adapters for tests: random matrices for modules of a small model, in PEFT's layout."""
+"""LoRA adapters for tests: random matrices for modules of a small model, in PEFT's layout or GGUF."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -48,3 +49,20 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **changes: Any) -
     (folder / "adapter_config.json").write_text(json.dumps({**LORA, **changes}))
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_gguf_adapter(
+    path: Path, tensors: Mapping[str, Any], alpha: float = 8.0, kind: str = "lora", type_: str = "adapter"
+) -> Path:
+    """Write arrays by their names in GGUF as convert_lora_to_gguf.py does."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_type(type_)
+    writer.add_string("adapter.type", kind)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -10,11 +11,14 @@ from mycli.runtime.hub import other_stores
 from mycli.runtime.hub.integrity import has_record
 from mycli.runtime.hub.local import local_models
 from mycli.runtime.hub.other_stores import find_stored, stored_models
-from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.resolve import resolve, resolve_adapter
+from mycli.runtime.open import OpenReport, add_adapter
 from tests.attacks.gguf_model_attacks import model
+from tests.support.adapters import write_gguf_adapter
 from tests.support.other_stores import lm_studio, ollama
 
 DATA = model({}, {})
+DOWN = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture
@@ -97,3 +101,33 @@ def test_list_says_where_a_file_lies(home: Path) -> None:
 def test_ones_own_models_count_first(home: Path) -> None:
     ollama(home, DATA, "registry.ollama.ai", "library", "pico", "latest")
     assert resolve("pico").folder.is_dir()
+
+
+def test_an_adapter_of_ollamas_is_applied(home: Path, tmp_path: Path) -> None:
+    """A Modelfile with ADAPTER makes a manifest with two files; the name of the model means both."""
+    ollama(home, DATA)
+    plain = resolve("tiny:1b").open()
+    rows, columns = dict(plain.config.tensors())[f"{DOWN}.weight"]
+    halves = {"lora_a": np.ones((2, columns), np.float32), "lora_b": np.ones((rows, 2), np.float32)}
+    tensors = {f"blk.0.ffn_down.weight.{half}": values for half, values in halves.items()}
+    adapter = write_gguf_adapter(tmp_path / "a.gguf", tensors, alpha=4.0).read_bytes()
+    ollama(home, DATA, "registry.ollama.ai", "library", "tuned", "latest", adapter=adapter)
+    source, name = resolve("tuned"), f"{DOWN}.weight"
+    before, after = (opened.checkpoint().read(name) for opened in (resolve("tiny:1b").open(), source.open()))
+    assert (after.float() - before.float() - 4).abs().max() < 0.05
+    assert resolve("tiny:1b").adapter is None
+    (listed,) = (known for known in local_models() if known.name == "tuned:latest")
+    assert (listed.nbytes, listed.problem) == (len(DATA) + len(adapter), "")
+    assert resolve_adapter("tuned").folder == source.adapter
+    with pytest.raises(ModelError, match="contains an adapter, and only one"):
+        add_adapter(source.open(), "tuned", "tuned", report=OpenReport())
+
+
+def test_an_adapter_of_another_model_is_listed_with_the_reason(home: Path, tmp_path: Path) -> None:
+    tensors = {f"blk.0.ffn_down.weight.lora_{half}": np.ones((3, 2), np.float32) for half in "ab"}
+    adapter = write_gguf_adapter(tmp_path / "a.gguf", tensors).read_bytes()
+    ollama(home, DATA, adapter=adapter)
+    (listed,) = (known for known in local_models() if known.kind == "ollama")
+    assert "do not fit the weight" in listed.problem
+    with pytest.raises(ModelError, match="do not fit the weight"):
+        resolve("tiny:1b").open()

@@ -13,7 +13,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
-from tests.support.adapters import DOWN, QUERIES, tensors_for, write_adapter
+from tests.support.adapters import DOWN, QUERIES, tensors_for, write_adapter, write_gguf_adapter
 from tests.support.command_line import Mycli
 from tests.support.paths import PICO
 
@@ -33,20 +33,6 @@ def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     return found
 
 
-def write(path: Path, tensors: Arrays, alpha: float = 8.0, kind: str = "lora", type_: str = "adapter") -> Path:
-    writer = GGUFWriter(path, "llama")
-    writer.add_type(type_)
-    writer.add_string("adapter.type", kind)
-    writer.add_float32("adapter.lora.alpha", alpha)
-    for name, values in tensors.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def weights(folder: ModelFolder) -> dict[str, Tensor]:
     checkpoint = folder.checkpoint()
     return {f"{module}.weight": checkpoint.read(f"{module}.weight") for module in STORED}
@@ -55,7 +41,7 @@ def weights(folder: ModelFolder) -> dict[str, Tensor]:
 def test_it_is_the_same_adapter(tmp_path: Path) -> None:
     tensors, base = tensors_for(PICO, *STORED), open_model_folder(PICO)
     expected = weights(base.with_adapter("a", write_adapter(tmp_path / "a", tensors)))
-    adapted = base.with_adapter("b", write(tmp_path / "b.gguf", arrays(tensors)))
+    adapted = base.with_adapter("b", write_gguf_adapter(tmp_path / "b.gguf", arrays(tensors)))
     actual, plain = weights(adapted), weights(base)
     for name, weight in expected.items():
         assert actual[name].equal(weight) and not weight.equal(plain[name]), name
@@ -68,7 +54,7 @@ def test_half_precision_and_no_alpha(tmp_path: Path) -> None:
     rounded = {name: tensor.half().float() for name, tensor in tensors.items()}
     expected = weights(base.with_adapter("a", write_adapter(tmp_path / "a", rounded, lora_alpha=4)))
     halves = {name: values.astype(np.float16) for name, values in arrays(tensors).items()}
-    actual = weights(base.with_adapter("b", write(tmp_path / "b.gguf", halves, alpha=0.0)))
+    actual = weights(base.with_adapter("b", write_gguf_adapter(tmp_path / "b.gguf", halves, alpha=0.0)))
     assert all(actual[name].equal(weight) for name, weight in expected.items())
 
 
@@ -141,13 +127,13 @@ def test_others_are_refused_by_name(tmp_path: Path, name: str) -> None:
     change, settings, message = REFUSED[name]
     tensors = arrays(tensors_for(PICO, *STORED))
     change(tensors)
-    path = write(tmp_path / "b.gguf", tensors, **settings)
+    path = write_gguf_adapter(tmp_path / "b.gguf", tensors, **settings)
     with pytest.raises(ModelError, match=message):
         open_model_folder(PICO).with_adapter("b", path).checkpoint()
 
 
 def test_commands_take_it_and_explain_mistakes(mycli: Mycli, tmp_path: Path) -> None:
-    path = write(tmp_path / "b.gguf", arrays(tensors_for(PICO, *STORED)), alpha=80.0)
+    path = write_gguf_adapter(tmp_path / "b.gguf", arrays(tensors_for(PICO, *STORED)), alpha=80.0)
     ask = ("What is the capital of Japan?", "-t", "0", "-n", "12", "--device", "cpu")
     plain, tuned = mycli("run", "pico", *ask), mycli("run", "pico", *ask, "--adapter", str(path))
     assert tuned.returncode == 0 and tuned.stdout != plain.stdout
