@@ -88,15 +88,25 @@ def _cached_models(repo: str) -> Iterator[LocalModel]:
         ggufs = store.gguf_files_in(snapshot)
         for file in ggufs:
             nbytes = sum(store.file_bytes(snapshot / part) for part in part_names(file))
-            yield LocalModel(f"{name}:{file}", "hub", snapshot / file, commit, nbytes, _load_problem(snapshot / file))
+            kind, problem = _gguf_kind(snapshot / file)
+            yield LocalModel(f"{name}:{file}", kind, snapshot / file, commit, nbytes, problem)
         if ggufs and not (snapshot / "config.json").exists():
             continue  # only the files are models, not the folder
         tree = store.read_tree(folder, commit)
         adapter = is_adapter(snapshot) or store.has_adapter_files(file.name for file in tree or ())
         problem = _adapter_problem(snapshot) if adapter else _problem(snapshot, tree)
         unfinished = sum(store.file_bytes(path) for path in (folder / "blobs").glob("*.incomplete")) if problem else 0
-        kind: Kind = "adapter" if adapter else "hub"
+        kind = "adapter" if adapter else "hub"
         yield LocalModel(name, kind, snapshot, commit, _size([snapshot]) + unfinished, problem)
+
+
+def _gguf_kind(path: Path) -> tuple[Kind, str]:
+    # Also returns the problem.
+    try:
+        open_model_folder(path).checked_manifest()
+    except (ModelError, NotFoundError) as error:
+        return ("adapter", "") if error.code == "give-adapter" else ("hub", error.message)
+    return "hub", ""
 
 
 def _load_problem(path: Path, prefix: str = "") -> str:

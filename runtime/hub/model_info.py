@@ -115,6 +115,8 @@ def check_supported(hub: Hub, plan: DownloadPlan) -> None:
             raise ModelError(f"{plan.repo} has no config.json")
         folder.packings  # noqa: B018  # raises for an unsupported layout of quantized weights
     except ModelError as error:
+        if error.code == "give-adapter":  # a GGUF file
+            return
         raise ModelError(f"{problem}: {error.message}", code="fetch-anyway") from None
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mycli.cli.remedies import remedy
@@ -13,7 +14,7 @@ from mycli.runtime.hub.integrity import files_to_verify, find_local, verify_file
 from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import resolve, resolve_adapter
-from tests.support.adapters import LORA, low_rank, write_adapter
+from tests.support.adapters import LORA, low_rank, write_adapter, write_gguf_adapter
 from tests.support.hub_server import HubServer
 from tests.support.pulling import QUICK, REPO, contents, fetch
 
@@ -63,6 +64,19 @@ def test_it_is_no_model_and_the_hint_says_which_it_needs(server: HubServer, file
     with pytest.raises(ModelError, match="a LoRA adapter, which needs its model") as caught:
         resolve(REPO)
     assert remedy(caught.value) == f"mycli run org/base --adapter {REPO}"
+
+
+def test_an_adapter_in_gguf_is_pulled_and_listed(server: HubServer, tmp_path: Path) -> None:
+    halves = {f"blk.0.ffn_down.weight.lora_{half}": np.ones((4, 4), np.float32) for half in "ab"}
+    data = write_gguf_adapter(tmp_path / "tuned.gguf", halves).read_bytes()
+    server.add(REPO, {"tuned.gguf": data, "README.md": b"x"})
+    model = f"{REPO}:tuned.gguf"
+    with Hub(server.address(), None, print, QUICK) as hub:
+        check_supported(hub, plan_download(hub, model))
+    fetch(server, model)
+    (adapter,) = [model for model in local_models() if model.kind != "built-in"]
+    assert (adapter.name, adapter.kind, adapter.problem) == (model, "adapter", "")
+    assert resolve_adapter(model).folder.read_bytes() == data
 
 
 def test_what_cannot_be_merged_is_refused_before_it_is_fetched(server: HubServer, files: dict[str, bytes]) -> None:
