@@ -15,6 +15,7 @@ import typer
 from mycli.cli.command import guarded, print_version
 from mycli.cli.flags import options
 from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
+from mycli.cli.flags.spellings import spelling_rule, usage_line
 from mycli.cli.output import Output, writing_stdout
 from mycli.cli.text.input import prepare_streams
 from mycli.runtime.device.system import cpu_quota, usable_cores
@@ -134,6 +135,9 @@ def program(selected: str | None) -> Any:
             option.envvar = [f"MYCLI_{selected.upper().replace(' ', '_')}_{key}", f"MYCLI_{key}", *foreign]
         for parameter in command.params:
             parameter.show_envvar = False
+        known = {spelling for option in command.params for spelling in option.opts}
+        rule = spelling_rule(known, usage_line(command, selected))
+        command.context_settings = {**command.context_settings, "token_normalize_func": rule}
     return parser
 
 

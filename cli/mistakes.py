@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mycli.cli.flags.config_file import config_path, option_key
+from mycli.cli.flags.spellings import FOREIGN_OPTIONS, usage_line
 from mycli.runtime.errors import UsageError
 
 # Commands of other programs (ollama, llama.cpp, hf) -> ours.
@@ -24,27 +25,6 @@ FOREIGN_COMMANDS = {
     "remove": "mycli rm",
     "server": "mycli serve",
     "version": "mycli --version",
-}
-_PROMPT = "the prompt is an argument, not an option: mycli run MODEL PROMPT"
-_MODEL = "the model is an argument, not an option: mycli run MODEL PROMPT"
-_WHOLE = "--device cuda: a model runs on the GPU completely or not at all"
-# Options of other programs, mostly llama.cpp -> ours.
-FOREIGN_OPTIONS = {
-    "--ctx-size": "--ctx N",
-    "--gpu-layers": _WHOLE,
-    "--interactive": "mycli chat MODEL",
-    "--max-new-tokens": "-n N",
-    "--model": _MODEL,
-    "--n-gpu-layers": _WHOLE,
-    "--n-predict": "-n N",
-    "--prompt": _PROMPT,
-    "--system-prompt": "--system TEXT",
-    "-V": "mycli --version",
-    "-c": "--ctx N",
-    "-i": "mycli chat MODEL",
-    "-m": _MODEL,
-    "-p": _PROMPT,
-    "-s": "--seed N",
 }
 _BENCH_SERVE = ("--clients", "--rate", "--requests", "--shared", "--plot", "--slo")
 # Hints for arguments that a command does not take.
@@ -82,7 +62,7 @@ def explain_mistake(error: Any, name: str | None) -> UsageError:
     if (match := re.match(r"No such command '(\S+)'", sentence)) and match[1] in FOREIGN_COMMANDS:
         return UsageError(f"no such command '{match[1]}'", FOREIGN_COMMANDS[match[1]])
     if match := re.match(r"No such option: (\S+)", sentence):
-        return _unknown_option(match[1].rstrip("."), context.command if context else None, hint)
+        return _unknown_option(match[1].rstrip("."), context.command if context else None, hint, name)
     if match := re.match(r"(?is)got unexpected extra arguments?(?:\(s\))? \((.*)\)", sentence):
         arguments = [parameter for parameter in context.command.params if parameter.param_type_name == "argument"]
         usage = " ".join(arg.metavar if arg.required else f"[{arg.metavar}]" for arg in arguments)
@@ -107,9 +87,9 @@ def _value_problem(sentence: str, option: Any) -> str:
     return f": {_lowered(sentence)}"
 
 
-def _unknown_option(word: str, command: Any, hint: str) -> UsageError:
-    if word in FOREIGN_OPTIONS:
-        return UsageError(f"no such option: {word}", FOREIGN_OPTIONS[word])
+def _unknown_option(word: str, command: Any, hint: str, name: str | None) -> UsageError:
+    if word in FOREIGN_OPTIONS and command and name:
+        return UsageError(f"no such option: {word}", FOREIGN_OPTIONS[word].format(usage=usage_line(command, name)))
     if word in _BENCH_SERVE and command.name == "bench":
         return UsageError(f"no such option: {word}", f"mycli bench serve MODEL {word}")
     options = [option for option in command.params if not getattr(option, "hidden", False)] if command else []

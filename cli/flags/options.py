@@ -148,7 +148,7 @@ Device = Annotated[
 Threads = Annotated[
     int | None, option("--threads", "N", "Number of CPU threads.", min=1, max=1024, show_default="all cores")
 ]
-Context = Annotated[int | None, count("--ctx", "Context length in tokens, such as 8k.", show_default="what fits")]
+Context = Annotated[int | None, count("-c --ctx", "Context length in tokens, such as 8k.", show_default="what fits")]
 System = Annotated[str | None, option("--system", "TEXT", "System prompt.")]
 Escapes = Annotated[bool, flag("--escapes", "Pass control characters of the reply to the terminal.")]
 Precision = Annotated[str, words("--dtype", ("auto", "bf16", "fp16", "fp32"), "Precision of activations.")]

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from mycli.cli.flags.spellings import FOREIGN_OPTIONS
 from mycli.cli.main import COMMANDS, decode_argument, find_command
-from mycli.cli.mistakes import FOREIGN_COMMANDS, FOREIGN_OPTIONS
+from mycli.cli.mistakes import FOREIGN_COMMANDS
 from tests.support.command_line import Mycli
 
 
@@ -18,11 +19,11 @@ from tests.support.command_line import Mycli
         (("estimate", "pico", "--batch", "0"), "error: --batch must be at least 1"),
         (("serve", "pico", "--port", "99999"), "error: --port must be 0 to 65535"),
         (("run", "pico", "--temprature", "1"), "error: no such option: --temprature; did you mean --temperature?"),
-        (("run", "pico", "--temp", "1"), "error: no such option: --temp; did you mean --temperature?"),
+        (("run", "pico", "--tempera", "1"), "error: no such option: --tempera; did you mean --temperature?"),
         (("run", "pico", "--max_tokens", "1"), "error: no such option: --max_tokens; did you mean --max-tokens?"),
         (("run", "pico", "--wholly-else", "1"), "error: no such option: --wholly-else"),
         (("run", "pico", "-n", "9" * 30), f"error: -n / --max-tokens: '{'9' * 30}' is too large"),
-        (("run", "pico", "--ctx", "9" * 99), f"error: --ctx: '{'9' * 39} is too large"),
+        (("run", "pico", "--ctx", "9" * 99), f"error: -c / --ctx: '{'9' * 39} is too large"),
         (("chat", "pico", "Hello", "there"), "error: unexpected 'Hello there'; chat takes MODEL"),
         (("show",), "error: missing argument 'MODEL'"),
     ],
@@ -45,16 +46,23 @@ def test_verbs_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
 
 @pytest.mark.parametrize("word", FOREIGN_OPTIONS)
 def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
-    """The hint names an option of `run`, a command, or states that none is needed; `run` lacks the foreign option."""
-    done = mycli("run", "pico", word, "1")
+    """The hint names an option of the command that it shows, or a command; the called command lacks the option."""
+    called = "bench" if word in _spellings("run") else "run"
+    done = mycli(called, "pico", word, "1")
     assert done.returncode == 2
     error, hint = done.stderr.splitlines()
-    assert error == f"error: no such option: {word}"
-    ours = {spelling for option in find_command("run").params for spelling in option.opts}
-    named = re.findall(r"(?<!\S)--?[a-z][a-z-]*", hint.removeprefix("hint: mycli"))
-    assert (
-        word not in ours and set(named) <= ours | {"--version"} and (named or re.search("mycli (chat|run) MODEL", hint))
-    )
+    assert error == f"error: no such option: {word}" and word not in _spellings(called)
+    shown = re.search(r"mycli (chat|run|serve|bench) MODEL", hint)
+    named = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", hint.removeprefix("hint: mycli")))
+    assert named <= _spellings(shown[1] if shown else called) | {"--version"} and (named or shown or "omit it" in hint)
+
+
+def _spellings(command: str) -> set[str]:
+    return {spelling for option in find_command(command).params for spelling in option.opts}
+
+
+def test_a_mistyped_option_shows_the_arguments_of_its_own_command(mycli: Mycli) -> None:
+    assert mycli("bench", "-m", "pico").stderr.splitlines()[1].endswith("not an option: mycli bench MODEL")
 
 
 def test_what_a_locale_could_not_decode_is_utf8() -> None:

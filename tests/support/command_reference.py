@@ -57,6 +57,10 @@ before or after its name. The value of an option is the first of these that is s
 
 The longest spelling of an option names its variable: `-t`, `--temperature` is `MYCLI_TEMPERATURE`.
 
+Common names of the same option in llama.cpp, mlx-lm and vLLM are accepted too: `--temp`,
+`--ctx-size`, `--n-predict`, `--max-model-len`. For other options of these programs, the error
+message names the option here. `-t` is the temperature; the number of threads is `--threads`.
+
 ## Environment
 
 | variable | effect |
