@@ -135,9 +135,10 @@ def program(selected: str | None) -> Any:
             option.envvar = [f"MYCLI_{selected.upper().replace(' ', '_')}_{key}", f"MYCLI_{key}", *foreign]
         for parameter in command.params:
             parameter.show_envvar = False
-        known = {spelling for option in command.params for spelling in option.opts}
-        rule = spelling_rule(known, usage_line(command, selected))
-        command.context_settings = {**command.context_settings, "token_normalize_func": rule}
+        if "_MYCLI_COMPLETE" not in os.environ:  # a shell that completes a line shows no errors
+            known = {spelling for option in command.params for spelling in option.opts}
+            rule = spelling_rule(known, usage_line(command, selected))
+            command.context_settings = {**command.context_settings, "token_normalize_func": rule}
     return parser
 
 

@@ -37,6 +37,7 @@ _SENTENCES = (
     (r"input should be a valid number.*", ": not a number"),
     (r"input should be a valid integer.*", ": not a whole number"),
     (r"input should be a valid boolean.*", ": not true or false"),
+    (r"value must be an iterable", ': not a list such as ["a", "b"]'),
     (r"input should be greater than or equal to (\S+)", r" must be at least \1"),
     (r"input should be less than or equal to (\S+)", r" must be at most \1"),
     (r"input should be greater than (\S+)", r" must be above \1"),

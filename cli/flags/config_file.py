@@ -15,7 +15,7 @@ The file is $XDG_CONFIG_HOME/mycli/config.toml. The parser checks the values.
 
 import os
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,16 @@ def _is_option(key: str, command: str, commands: Collection[str], keys: Keys) ->
     return key in keys(command) or any(key in keys(other) for other in commands)
 
 
+def _command_tables(values: Mapping[str, Any], commands: Collection[str]) -> Iterator[tuple[str, Any]]:
+    # [bench.serve] is the table of `bench serve`, as ["bench serve"] is.
+    for name, value in values.items():
+        inner = {key for key in value if f"{name} {key}" in commands} if isinstance(value, dict) else set()
+        yield from ((f"{name} {key}", value[key]) for key in inner)
+        rest = {key: value[key] for key in value if key not in inner} if inner else value
+        if rest or not inner:
+            yield name, rest
+
+
 def read_settings(path: Path, command: str, commands: Collection[str], keys: Keys) -> dict[str, Any]:
     """Return the defaults of `command` by parameter. Raises UsageError naming the file and the key at fault."""
     hint = f"edit {path}; mycli COMMAND --help lists the options"
@@ -68,7 +78,7 @@ def read_settings(path: Path, command: str, commands: Collection[str], keys: Key
     parameters = keys(command)
     general: dict[str, Any] = {}
     special: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in _command_tables(values, commands):
         key = name.replace("-", "_")
         if name in (PRESETS, SERVED):
             continue

@@ -83,7 +83,7 @@ def spelling_rule(known: Collection[str], usage: str) -> Callable[[str], str]:
         if f"--{name}" in known:
             return name
         ours = EQUIVALENT_OPTIONS.get(f"--{name}")
-        if ours in known:
+        if ours is not None and ours in known:
             return ours.lstrip("-")
         if len(name) > 1 and f"-{name}" in FOREIGN_OPTIONS:
             raise UsageError(f"no such option: -{name}", FOREIGN_OPTIONS[f"-{name}"].format(usage=usage))

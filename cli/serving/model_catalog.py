@@ -10,7 +10,7 @@ import typer
 
 from mycli.cli.command import Call
 from mycli.cli.flags.address import AddressFlags
-from mycli.cli.flags.config_file import MODEL, config_path, read_served_models
+from mycli.cli.flags.config_file import MODEL, config_path, option_key, read_served_models
 from mycli.cli.flags.options import parse_duration
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
 from mycli.cli.flags.several import SeveralModelsFlags, setting_words
@@ -160,7 +160,9 @@ class Catalog:
         try:
             parameters = find_command("serve").make_context("serve", [request.source, *words]).params
         except typer.TyperException as error:
-            raise UsageError(f"[models.{request.name}]: {error}", f"edit {config_path()}") from None
+            parameter: Any = getattr(error, "param", None)
+            key = "" if parameter is None else f" {option_key(parameter.opts)}"
+            raise UsageError(f"[models.{request.name}]{key}: {error}", f"edit {config_path()}") from None
         loading, prefix = _record(LoadFlags, parameters), _record(PrefixCacheFlags, parameters)
         running = parameters["max_sequences"]
         return prefix.resolve(loading.resolve(min(running, FULL_LENGTH), running)), parameters

@@ -284,6 +284,7 @@ def complete(words: str, environment: dict[str, str]) -> list[str]:
         ("mycli spec ", {"check", "verify"}),
         ("mycli run --temp", {"--temperature", "--template-arg"}),
         ("mycli run pico-d", {"pico-draft"}),
+        ("mycli run pico Hi -ngl 99 --kv ", {"auto", "bf16", "int8", "int4"}),
         ("mycli run pico --kv ", {"auto", "bf16", "int8", "int4"}),
         ("mycli quantize pico --method a", {"awq", "awq+gptq"}),
     ],

@@ -235,3 +235,12 @@ def test_a_model_is_pinned_by_its_settings_or_by_name(tmp_path: Path, monkeypatc
 def test_mistakes_are_named(mycli: Mycli, arguments: tuple[str, ...], words: str) -> None:
     done = mycli("serve", *arguments, "--port", "0")
     assert done.returncode in (2, 4) and words in done.stderr, done.stderr
+
+
+def test_an_invalid_value_in_the_table_of_a_model_is_named_by_its_key(
+    mycli: Mycli, environment: dict[str, str]
+) -> None:
+    path = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('[models.first]\nmodel = "pico"\nctx = "long"\n')
+    assert mycli("serve").stderr.startswith("error: [models.first] ctx: 'long' is not a count")

@@ -28,6 +28,15 @@ def test_a_table_counts_for_its_command_and_the_top_for_all_that_have_the_option
     assert read(tmp_path, text, "run") == {"device": "cpu", "limit": "1k"}
 
 
+@pytest.mark.parametrize("table", ["[bench.serve]", '["bench serve"]', "[bench]\ndepth = 1\n[bench.serve]"])
+def test_a_command_of_two_words_has_a_table_in_a_table(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"{table}\nclients = 3\n")
+    keys = {"bench": {"depth": "depth"}, "bench serve": {"clients": "clients"}}
+    assert read_settings(path, "bench serve", keys, keys.__getitem__) == {"clients": 3}
+    assert read_settings(path, "bench", keys, keys.__getitem__) == ({"depth": 1} if "depth" in table else {})
+
+
 def test_other_commands_are_looked_at_only_for_a_key_that_this_one_lacks(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('device = "cpu"\n[run]\nmax_tokens = 1\n')
@@ -103,11 +112,20 @@ def test_precedence_flag_environment_file_model(mycli: Mycli, environment: dict[
         ("[run]\nmax-tokens = 'many'\n", {}, "config.toml: max_tokens: "),
         ("temperature = 'warm'\n", {}, "config.toml: temperature: "),
         ("json = 'perhaps'\n", {}, "config.toml: json: "),
+        ("stop = 'END'\n", {}, 'config.toml: stop: not a list such as ["a", "b"]'),
         ("", {"MYCLI_TEMPERATURE": "warm"}, "MYCLI_TEMPERATURE: "),
         ("", {"MYCLI_RUN_CTX": "long", "MYCLI_CTX": "8k"}, "MYCLI_RUN_CTX: "),
         ("", {"HF_HUB_OFFLINE": "perhaps"}, "HF_HUB_OFFLINE: "),
     ],
-    ids=["file-table", "file-top", "file-flag", "environment", "environment-of-a-command", "foreign-variable"],
+    ids=[
+        "file-table",
+        "file-top",
+        "file-flag",
+        "file-list",
+        "environment",
+        "environment-of-a-command",
+        "foreign-variable",
+    ],
 )
 def test_a_bad_value_is_named_by_where_it_came_from(
     text: str, variables: dict[str, str], message: str, mycli: Mycli, environment: dict[str, str]
