@@ -95,7 +95,7 @@ def _allowed_cores() -> int:
 
 
 def cpu_quota() -> float | None:
-    """Return the cores' time that cgroups allow, such as 1.5 (docker --cpus); None if it is that of all cores."""
+    """Return the cores' time that cgroups allow a container, such as 1.5; None if it is that of all cores."""
     quotas = []
     for folder, unified in _cgroups("cpu"):
         if unified:
