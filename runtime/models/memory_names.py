@@ -52,6 +52,7 @@ RENAMES: Mapping[str, Renames] = {
         (".mlp.e_score_correction_bias", ".block_sparse_moe.gate.e_score_correction_bias"),
         *((f".{part}_conv.conv.", f".{part}_conv1d.") for part in "qkv"),
     ),
+    "bailing_moe": ((".mlp.gate.gate_proj.", ".mlp.gate."),),  # mlx-lm's
     "bailing_hybrid": (
         (".self_attn.forget_gate.", ".attention."),
         (".self_attn.o_proj.", ".attention.dense."),

@@ -54,6 +54,8 @@ REASONS: dict[str, str] = {
     "smollm3-untied-window": "no key: no_rope_layers other than every fourth, windows",
     "ministral3-within-window": "no key: llama.cpp has no window in mistral3",
     "muse_glimmer-no-window": "no key: rotation in layers with full attention, eps of the norms after a part",
+    "bailing_moe-8top2": "no tensor: llama.cpp requires norms of queries and keys",
+    "deepseek-normalized": "no key in deepseek: norm_topk_prob",
     "olmoe-clip": "no key in olmoe: clip_qkv",
     "dots1-window": "no key: windows of dots1",
     "cohere2-untied": "no tensor: llama.cpp takes the embedding as the head",
@@ -209,11 +211,14 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["model_type"] == "gemma4_unified_text":
         settings["moe_intermediate_size"] = None
     classes = {"minicpm": "MiniCPMForCausalLM", "exaone": "ExaoneForCausalLM"}
+    classes |= {"bailing_moe": "BailingMoeV2ForCausalLM", "deepseek": "DeepseekForCausalLM"}
     classes["muse_glimmer_text"] = "MuseGlimmerForConditionalGeneration"
     if settings["model_type"] in classes:
         settings["architectures"] = [classes[settings["model_type"]]]
     if settings["model_type"] == "exaone":
         settings["rms_norm_eps"] = settings["layer_norm_epsilon"]  # transformers gives it both names
+    if settings["model_type"] == "bailing_moe":  # each shared expert counts for itself in the class's size
+        settings["moe_shared_expert_intermediate_size"] = settings["moe_intermediate_size"]
     if settings["model_type"] == "afmoe":
         settings["route_norm"] = True
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):

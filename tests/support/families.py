@@ -12,6 +12,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from tests.support.bailing import publish_bailing, publish_deepseek, without_shared_gates
 from tests.support.dense_families import DENSE
 from tests.support.exaone import publish_exaone
 from tests.support.expert_families import EXPERTS
@@ -29,7 +30,17 @@ TOKENS = 40
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
-ALIASES = {"exaone": "llama", "kimi_k2": "deepseek_v3", "mimo": "qwen2", "minicpm": "granite", "nemotron-nas": "llama"}
+ALIASES = {
+    "bailing_moe": "glm4_moe",
+    "deepseek": "qwen2_moe",
+    "exaone": "llama",
+    "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
+    "minicpm": "granite",
+    "nemotron-nas": "llama",
+}
+# What gives files of these the names of published ones, and returns their config.
+PUBLISHED = {"bailing_moe": publish_bailing, "deepseek": publish_deepseek, "exaone": publish_exaone}
 # Keys that the reference needs and the published config lacks.
 REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
 # Text model classes that transformers registers only among those for images, or does not have.
@@ -65,6 +76,8 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     if model_type == "nemotron-nas":
         prune(reference)
     enliven(reference)
+    if model_type == "deepseek":
+        without_shared_gates(reference)
     if model_type == "gpt_oss":
         save_mxfp4(reference, folder)
     else:
@@ -72,8 +85,8 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     if model_type in ALIASES:
         saved = json.loads((folder / "config.json").read_text())
         saved = {key: value for key, value in saved.items() if key not in REFERENCE_KEYS.get(model_type, ())}
-        if model_type == "exaone":
-            saved = publish_exaone(folder / "model.safetensors", saved)
+        if model_type in PUBLISHED:
+            saved = PUBLISHED[model_type](folder / "model.safetensors", saved)
         (folder / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
     return reference
 

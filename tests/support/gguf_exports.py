@@ -179,6 +179,8 @@ NAMES = (
     "afmoe-window7",
     "afmoe-biases-tied",
     "exaone-llama3",
+    "bailing_moe-groups-norms-two-shared-tied",
+    "deepseek-8top2-first-dense",
     "laguna-heads-by-layer-window7",
     "laguna-value-gates-capped-tied-biases",
     "cohere2_moe-window7-tied-shared",

@@ -37,6 +37,10 @@ _GEMMA = {**_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
 _OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 
 
+# llama.cpp rotates neighbours in these, so the converter reorders rows of q and k.
+_PAIRED = ("deci", "internlm2", "llama", "muse-glimmer", "smollm3")
+
+
 def _name(name: str, arch: str) -> str:
     if name in _OUTER:
         return _OUTER[name]
@@ -104,7 +108,7 @@ def write_model(
     weights: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.float()
-        if arch in ("llama", "smollm3", "deci", "muse-glimmer") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if arch in _PAIRED and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = _for_pairs(weight, len(weight) // head_dim)
         if arch.startswith(("gemma", "muse")) and name.endswith(
             "norm.weight" if "gemma" in arch else "layernorm.weight"

@@ -21,8 +21,46 @@ PARTIAL_BY_LAYER_TYPE = {
 
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
+# With the keys of qwen2_moe.
+DEEPSEEK = {
+    **EXPERTS8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "qkv_bias": False,
+    "norm_topk_prob": False,
+}
+
 # id -> (model_type, differences from SMALL)
 MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_moe-8top2-biases": (
+        "bailing_moe",
+        {**ROUTED8, "head_dim": 24, "norm_topk_prob": True, "attention_bias": True, "use_qk_norm": False},
+    ),
+    "bailing_moe-groups-norms-two-shared-tied": (
+        "bailing_moe",
+        {
+            **ROUTED8,
+            "head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-normalized-tied": (
+        "deepseek",
+        {
+            **DEEPSEEK,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-8top2-first-dense": ("deepseek", {**DEEPSEEK, "mlp_only_layers": [0]}),
     "exaone_moe-window7": ("exaone_moe", {**EXPERTS8, "num_hidden_layers": 5, "sliding_window": 7, "head_dim": 16}),
     "exaone_moe-groups-tied": (
         "exaone_moe",

@@ -53,7 +53,9 @@ def test_memory_of_experts_is_that_of_all_of_them(packing: Packing) -> None:
 
 # Families without a published configuration recorded here.
 UNPUBLISHED = {
+    "bailing_moe",
     "cohere2_moe",
+    "deepseek",
     "diffllama",
     "doge",
     "exaone",

@@ -13,6 +13,7 @@ from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_factors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.gguf_exports import MULTIMODAL_NAMES
@@ -93,6 +94,15 @@ def test_the_keys_written_are_read_as_the_converters(name: str) -> None:
     assert read.layer_specs == expected.layer_specs
     # The converter writes 2^20 for recurrent models. Sizes of layers that a model does not have make no difference.
     assert replace(read, max_context=expected.max_context, build_layer=expected.build_layer) == expected
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_the_first_version_of_ling_is_read_as_deepseek_moe(normalized: bool) -> None:
+    facts = FACTS["deepseek-8top2-first-dense"]
+    keys = {key.replace("deepseek.", "bailingmoe."): value for key, value in facts["keys"].items()}
+    keys |= {"general.architecture": "bailingmoe", "bailingmoe.expert_weights_norm": normalized}
+    mixture = gguf_folder({**facts, "keys": keys}).config.layer(1).mlp
+    assert isinstance(mixture, ExpertsSpec) and mixture.routing == RoutingSpec(2, normalized)
 
 
 @pytest.mark.parametrize("name", FACTS)

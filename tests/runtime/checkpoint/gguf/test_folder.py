@@ -69,6 +69,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "llama.rope.scaling.original_context_length": 16,
         },
     ),
+    "internlm2-of-parts": ("internlm2", "llama", {}, {}),
     "mistral": ("llama", "mistral", {"sliding_window": None}, {}),
     "mistral-window7": ("llama", "mistral", {"sliding_window": 7}, {"llama.attention.sliding_window": 7}),
     "qwen2-biases": ("qwen2", "qwen2", {}, {}),
