@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma3TextConfig, Gemma3TextModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    LlamaConfig,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
 
 from tests.support.paths import PICO
 
@@ -76,6 +84,13 @@ def embedding_gemma(folder: Path, **shape: Any) -> Path:
         activation = {"activation_function": "torch.nn.modules.linear.Identity"}
         (folder / path / "config.json").write_text(json.dumps({**settings, **activation}))
     return folder
+
+
+def llama_bidirectional(folder: Path, **shape: Any) -> Path:
+    """Write Llama-Embed-Nemotron as transformers reads it: bidirectional, mean pooling, normalized."""
+    torch.manual_seed(3)
+    model = LlamaModel(LlamaConfig(**{**_SMALL, "is_causal": False, **shape}))
+    return _write(folder, model, [("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")], "mean_tokens")
 
 
 def qwen3_reranker(folder: Path, **shape: Any) -> Path:

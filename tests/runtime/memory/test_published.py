@@ -70,6 +70,7 @@ UNPUBLISHED = {
     "kolibri1",
     "laguna",
     "lfm3",
+    "llama_bidirec",
     "mellum",
     "ministral",
     "muse_glimmer_text",

@@ -16,7 +16,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
-from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding, qwen3_reranker
+from tests.support.embedding_models import (
+    PROMPTS,
+    embedding_gemma,
+    llama_bidirectional,
+    qwen3_embedding,
+    qwen3_reranker,
+)
 from tests.support.served import Served, load_fp32, serving
 
 TEXTS = ["Hello there", "The capital of Japan is Tokyo, and it is a large city. " * 6, "x", "What is the capital?"]
@@ -73,6 +79,16 @@ def test_vectors_are_those_of_the_definition_and_have_the_same_bits(
     assert name == "gemma3" or served.service.worker.stats.prefix_hits > hits
     many = vectors(served, TEXTS * 20)
     assert (many == numpy.concatenate([batched] * 20)).all(), "more texts than run at a time"
+
+
+def test_llama_with_bidirectional_attention(tmp_path: Path) -> None:
+    """transformers computes it as Llama with is_causal = false; published files name a type of their own."""
+    folder, ids = llama_bidirectional(tmp_path / "model"), list(range(5, 45))
+    expected = reference(folder, "llama", ids).numpy()
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "model_type": "llama_bidirec", "pooling": "avg"}))
+    with serving(*load_fp32(folder), ServerSettings(("llama",))) as served:
+        assert abs(vectors(served, ids) - expected).max() < 1e-5  # type: ignore[arg-type]  # one text as ids
 
 
 def test_openai_and_ollama_clients(servers: dict[str, Served]) -> None:
