@@ -194,7 +194,7 @@ def sweep(asked: Asked) -> Rows:
             dense = torch.randn(rows, k, device=device).bfloat16()
             x = weights[0].prepare(dense)
             streams = torch.zeros(rows, n, device=device).bfloat16()
-            own = triton_tiles.parts(chip, x.tile, INT4, rows, n, k, x.tile_k)
+            own = triton_tiles.split(chip, x.tile, INT4.bits, rows, n, k, x.tile_k)
             tilings = {(x.tile, own)}
             timed: dict[tuple[Any, tuple[int, int]], Callable[[], float]] = {}
             narrow = replace(x.tile, block_n=x.tile.block_n // 2, warps=x.tile.warps // 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows, parts, tile
+from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows, split, tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, padded_k, tile_k
 from mycli.runtime.memory.graphs import PARTIAL_SUMS
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
@@ -28,7 +28,7 @@ def test_parts_cover_k_once(packing: Packing, size: tuple[int, int]) -> None:
     for chip in CHIPS:
         for rows in (1, 8, 64):
             shape, columns, kept = tile(chip, packing, rows), tile_k(packing), padded_k(packing, k)
-            count, each = parts(chip, shape, packing, rows, n, kept, columns)
+            count, each = split(chip, shape, packing.bits, rows, n, kept, columns)
             tiles, unroll = kept // columns, shape.unroll(columns, kept)
             assert tiles % unroll == 0 and each % unroll == 0
             assert (count - 1) * each < tiles <= count * each
@@ -42,7 +42,7 @@ def test_partial_sums_are_those_that_the_estimate_counts(packing: Packing) -> No
         for rows in (1, 8, 16, 32, 64, 256):
             shape = tile(chip, packing, rows)
             for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (512, 32768)):
-                count, _ = parts(chip, shape, packing, rows, n, padded_k(packing, k), tile_k(packing))
+                count, _ = split(chip, shape, packing.bits, rows, n, padded_k(packing, k), tile_k(packing))
                 assert count == 1 or 4 * count * rows * n <= PARTIAL_SUMS
 
 
