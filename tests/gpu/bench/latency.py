@@ -142,10 +142,10 @@ def launches(
     shapes |= {"down": (hidden, wide), "head": (config.vocab_size, hidden)}
     for name, (n, k) in shapes.items():
         tile = tiles.tile(card.chip, INT4, rows)
-        parts, _ = tiles.parts(card.chip, tile, INT4, rows, n, k, kept)
+        parts, _ = tiles.split(card.chip, tile, INT4.bits, rows, n, k, kept)
         if narrow and parts > 4:
             tile = replace(tile, block_n=tile.block_n // 2, warps=tile.warps // 2)
-            parts, _ = tiles.parts(card.chip, tile, INT4, rows, n, k, kept)
+            parts, _ = tiles.split(card.chip, tile, INT4.bits, rows, n, k, kept)
         yield product(name, card, INT4, rows, n, k, tile, parts, loads)
         if name == "qkv":
             yield attention(card, config, rows, depth, 8192)
