@@ -42,7 +42,7 @@ STAND_INS = {
     r"MODEL --target-size 15\.4GiB": "pico-draft --target-size 1.25MiB --samples 8 --seq 128 --report none",
     r"serve MODEL MODEL --models-dir DIR": "serve pico pico-draft",
     r"serve --models-dir ~/models --memory 40GiB --pin qwen3-8b": "serve pico pico-draft --memory 4GiB --pin pico",
-    r"serve Qwen/Qwen3-Embedding-0\.6B": "serve pico",
+    r"serve Qwen/Qwen(?:3-Embedding-0\.6B|2\.5-Coder-1\.5B)": "serve pico",
     r"verify model\.gguf --as gguf-py --ref MODEL": "verify file.gguf --as gguf-py --ref pico",
     r"^mycli serve$": "mycli serve pico pico-draft",
     r"^python -m(?= tests\.support)": f"cd {shlex.quote(str(ROOT))} && {sys.executable} -m",
