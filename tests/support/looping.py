@@ -121,3 +121,23 @@ def outcome(
     for text in texts:
         assert text in [row[: len(text)] for row in held], "what the index says is what the cache holds"
     return said, [reasons[number] for number in numbers] if take == 999 else [], texts, said, engine.stats.preemptions
+
+
+# Each filter, and all of them with penalties; penalties with greedy decoding.
+DRAWN = [
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=1.5, seed=2, top_k=20),
+    SamplingParams(temperature=0.8, seed=-3, top_p=0.9),
+    SamplingParams(temperature=1.2, seed=4, min_p=0.05),
+    SamplingParams(
+        temperature=1.3,
+        seed=5,
+        top_k=90,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+    ),
+    SamplingParams(repetition_penalty=1.3),
+]

@@ -21,7 +21,7 @@ from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import decode_attention, heads_fit
 from mycli.runtime.kernels.triton.experts import ExpertTable
-from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate
+from mycli.runtime.kernels.triton.gated_silu import GatedActivation, activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.mixture import FusedMixture, FusedRouter, SharedExpert
 from mycli.runtime.kernels.triton.product.dense import DenseProduct, decline_dense
@@ -51,8 +51,7 @@ class _DenseMlp:
     norm: Norm
     down: FewRowsProduct
     residual: Residual
-    gelu: bool
-    bias: Tensor | None
+    activation: GatedActivation
 
     def largest(self) -> int:
         return max(self.norm.product.n, self.down.n)
@@ -69,7 +68,7 @@ class _DenseMlp:
     ) -> Activation | None:
         normed = add(attended, o, stream, self.norm, counters, residual=residual)
         assert normed is not None
-        active = activate(normed, self.norm.product, stream.dtype, self.down, counters, self.gelu, self.bias)
+        active = activate(normed, self.norm.product, stream.dtype, self.down, counters, self.activation)
         return add(active, self.down, stream, next_norm, counters, residual=self.residual)
 
 
@@ -123,9 +122,9 @@ def _dense_mlp(mlp: Mlp, chip: Chip) -> _DenseMlp | Declined:
     products = _products({"gate_up": mlp.gate_up, "down": mlp.down}, chip)
     if isinstance(products, Declined):
         return products
-    gelu = mlp.spec.activation == "gelu_tanh"
+    activation = GatedActivation(gelu=mlp.spec.activation == "gelu_tanh", bias=mlp.gate_up.bias)
     norm = _norm_before(mlp, products["gate_up"])
-    return _DenseMlp(norm, products["down"], _residual(mlp, mlp.down), gelu, mlp.gate_up.bias)
+    return _DenseMlp(norm, products["down"], _residual(mlp, mlp.down), activation)
 
 
 def _mixture(experts: Experts) -> FusedMixture | Declined:
@@ -152,7 +151,8 @@ def _mixture(experts: Experts) -> FusedMixture | Declined:
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
     route = FusedRouter(router.dequantize(), experts.router.bias, experts.spec.routing, experts.correction)
     kind = experts.spec.activation
-    activation = ExpertActivation(kind != "silu", kind == "swiglu_clamped", gate_up_bias)
+    clamped, alternating = kind != "silu", kind == "swiglu_clamped"
+    activation = GatedActivation(clamped=clamped, alternating=alternating, bias=gate_up_bias)
     return FusedMixture(norm, route, gate_up, activation, down, down_bias, shared, _residual(experts, None))
 
 

@@ -46,19 +46,19 @@ def silu_epilogue(parts, count, piece, first, rows, args):
     row, tile = some_tiles(first, piece * args.TILES, args.ROWS, args.TILES)
     column = columns_of(tile, args.into)
     inside = (row[:, None] < rows) & (column < args.size)
-    beside = args.size
+    up_offset = args.size
     if args.ALTERNATING:
-        column, beside = 2 * column, 1
+        column, up_offset = 2 * column, 1
     place, stride = row[:, None] * (2 * args.size) + column, rows * args.size * 2
     # A product this wide has few parts: more than two loads in flight would spill registers.
     gate = add_parts(parts, place, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
-    up = add_parts(parts, place + beside, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
+    up = add_parts(parts, place + up_offset, count, stride, inside, 2).to(args.DTYPE).to(tl.float32)
     if args.bias is not None:
         bias = args.bias
         if args.starts is not None:
             bias += owner_of(first, args.starts, args.experts, args.EXPERTS) * (2 * args.size)
         gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias + beside + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + up_offset + column, mask=inside, other=0.0).to(tl.float32)
         gate, up = gate.to(args.DTYPE).to(tl.float32), up.to(args.DTYPE).to(tl.float32)
     if args.CLAMPED:
         gate, up = tl.minimum(gate, 7.0), tl.maximum(tl.minimum(up, 7.0), -7.0)
@@ -75,15 +75,16 @@ def silu_epilogue(parts, count, piece, first, rows, args):
 
 
 @dataclass(frozen=True)
-class ExpertActivation:
-    """The gated activation of experts; bias: [experts, 2 * size], in the order of the product's columns."""
+class GatedActivation:
+    """SiLU(gate) * up, or with GELU or clamped; see `SiluArguments`. bias: in the order of the product's columns."""
 
+    gelu: bool = False
     clamped: bool = False
     alternating: bool = False
     bias: Tensor | None = None
 
 
-PLAIN_SILU = ExpertActivation()
+PLAIN_SILU = GatedActivation()
 
 
 def activate(
@@ -92,15 +93,13 @@ def activate(
     dtype: torch.dtype,
     following: FewRowsProduct,
     counters: Tensor,
-    gelu: bool = False,
-    bias: Tensor | None = None,
+    kind: GatedActivation = PLAIN_SILU,
 ) -> Activation:
-    """Return SiLU(gate) * up, or GELU, of the product as the operand of `following`; counters as in `residual.add`."""
-    check_contiguous(bias)
+    """Return the activation of the product as the operand of `following`; counters as in `residual.add`."""
     rows = x.values.shape[0]
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
-    epilogue = _epilogue(into, product.n // 2, x.tile.rows_at_once(rows), span, dtype, gelu, bias)
+    epilogue = _epilogue(into, product.n // 2, x.tile.rows_at_once(rows), span, dtype, kind)
     product.partial(x, epilogue=epilogue._replace(counters=counters), next_first=True)
     return into
 
@@ -110,23 +109,18 @@ def activate_parts(
     dtype: torch.dtype,
     following: FewRowsProduct,
     tile: Tile,
-    kind: ExpertActivation = PLAIN_SILU,
+    kind: GatedActivation = PLAIN_SILU,
     starts: Tensor | None = None,
 ) -> Activation:
     """Return the activation of split-K parts fp32 [count, rows, 2 * size] as an operand of `following`.
 
-    starts: int32 [experts + 1], the rows of each expert, for the biases of `kind`.
+    starts: int32 [experts + 1], the rows of each expert, for biases [experts, 2 * size] of `kind`.
     """
-    check_contiguous(parts, kind.bias, starts)
+    check_contiguous(parts)
     _, rows, width = parts.shape
     into = following.activation(rows, tile)
-    epilogue = _epilogue(into, width // 2, 1, max(_SPAN, into.tile_k), dtype)
-    args = epilogue.arguments._replace(CLAMPED=constexpr(kind.clamped), ALTERNATING=constexpr(kind.alternating))
-    if kind.bias is not None:
-        experts = len(kind.bias)
-        args = args._replace(bias=kind.bias, starts=starts, experts=experts)
-        args = args._replace(EXPERTS=constexpr(triton.next_power_of_2(experts)))
-    launch_epilogue(parts, epilogue._replace(arguments=args), following.chip.pdl)
+    epilogue = _epilogue(into, width // 2, 1, max(_SPAN, into.tile_k), dtype, kind, starts)
+    launch_epilogue(parts, epilogue, following.chip.pdl)
     return into
 
 
@@ -136,12 +130,25 @@ def _epilogue(
     rows: int,
     span: int,
     dtype: torch.dtype,
-    gelu: bool = False,
-    bias: Tensor | None = None,
+    kind: GatedActivation,
+    starts: Tensor | None = None,
 ) -> Epilogue:
-    model_dtype = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-    tiles = constexpr(span // into.tile_k)
-    constants = constexpr(rows), tiles, constexpr(model_dtype), constexpr(gelu)
-    off = constexpr(False)
-    args = SiluArguments(size, into.operand(), *constants, bias, EXPERTS=constexpr(1), CLAMPED=off, ALTERNATING=off)
+    check_contiguous(kind.bias, starts)
+    if kind.bias is None:
+        starts = None
+    experts = 0 if kind.bias is None or starts is None else len(kind.bias)
+    args = SiluArguments(
+        size,
+        into.operand(),
+        constexpr(rows),
+        constexpr(span // into.tile_k),
+        constexpr(tl.bfloat16 if dtype is torch.bfloat16 else tl.float16),
+        constexpr(kind.gelu),
+        kind.bias,
+        starts,
+        experts,
+        constexpr(triton.next_power_of_2(max(1, experts))),
+        constexpr(kind.clamped),
+        constexpr(kind.alternating),
+    )
     return Epilogue(silu_epilogue, None, args, constexpr(span), constexpr(2))

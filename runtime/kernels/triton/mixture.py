@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import ExpertTable, route_tokens
-from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate_parts
+from mycli.runtime.kernels.triton.gated_silu import GatedActivation, activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, FewRowsProduct, TritonMatmul, check_contiguous
@@ -237,7 +237,7 @@ class FusedMixture:
     norm: Norm
     router: FusedRouter
     gate_up: ExpertTable
-    activation: ExpertActivation
+    activation: GatedActivation
     down: ExpertTable
     down_bias: Tensor | None
     shared: SharedExpert | None

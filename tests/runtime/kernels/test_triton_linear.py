@@ -111,7 +111,7 @@ SIXTEENS = [
     Case(Packing(6, 16), rows=2, k=256, scale=torch.float32),  # Q6_K
     Case(Packing(2, 16, offsets=True), rows=3, k=272, scale=torch.float32),  # Q2_K
     Case(Packing(4, 16, offsets=True), rows=9, k=48, processors=8),
-    Case(Packing(6, 16, offsets=True), rows=3, k=272, scale=torch.float32),  # Q4_K beside Q6_K
+    Case(Packing(6, 16, offsets=True), rows=3, k=272, scale=torch.float32),  # Q4_K with Q6_K
     Case(Packing(8, 16, offsets=True), rows=12, k=144, scale=torch.float32),
     Case(Packing(4, 48), rows=2, k=96),
 ]

@@ -178,12 +178,12 @@ def test_gates_of_experts(case: Tokens, interpret: Interpret) -> None:
 
 def clamped(case: Tokens, alternating: bool) -> float:
     """Return the error of gpt-oss' activation of gate and up with biases."""
-    from mycli.runtime.kernels.triton.gated_silu import ExpertActivation, activate_parts
+    from mycli.runtime.kernels.triton.gated_silu import GatedActivation, activate_parts
 
     following, pairs = product(case.size, case.into or Packing(4, 32)), case.rows * case.top_k
     parts = normal(case.parts, pairs, 2 * case.size) * 6
     bias = normal(case.experts, 2 * case.size, seed=2).to(case.dtype) if case.biased else None
-    kind = ExpertActivation(True, alternating, bias)
+    kind = GatedActivation(clamped=True, alternating=alternating, bias=bias)
     into = activate_parts(parts, case.dtype, following, following.tile(1), kind, starts_of(case))
     made = parts.sum(0).to(case.dtype)
     made = made if bias is None else made + bias[owners(case)]

@@ -1,6 +1,5 @@
 """Test that model output becomes text, reasoning and tool calls, whole and streamed alike, including failures."""
 
-import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -9,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.reader import ReplyReader, join_parts
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError, UserError
-from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from tests.runtime.server.conftest import Scripted
@@ -31,44 +27,6 @@ REPLY = (
     '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'
 )
-
-
-# As in the template of Functionary 3.2, which joins texts.
-FUNCTIONARY = (
-    "Respond in this format: >>>${recipient}\n{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}"
-    "{{ '>>>' + c.function.name + '\n' + c.function.arguments }}{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n>>>{% endif %}"
-)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("all\nFour.", "Four.", []),
-        ("all", "all", []),
-        ('{"a": 4}', '{"a": 4}', []),
-        ('f\n{"a": 1}>>>f\n{"a": 2}', "", [("f", '{"a": 1}'), ("f", '{"a": 2}')]),
-        ('all\nLook.\n>>>f\n{"a": 1}', "Look.", [("f", '{"a": 1}')]),
-    ],
-    ids=["text", "word", "format", "calls", "both"],
-)
-def test_the_recipients_of_functionary(
-    scripted: Scripted, loaded: LoadedModel, text: str, content: str, calls: list[tuple[str, str]], stream: bool
-) -> None:
-    template = ChatTemplate({"default": FUNCTIONARY}, {})
-    tokenizer = copy.copy(loaded.tokenizer)
-    tokenizer.template = template
-    with scripted(text, model=dataclasses.replace(loaded, tokenizer=tokenizer)) as served:
-        end = "tool_calls" if calls else "stop"
-        assert joined(served.chat("Go", tools=[TOOL], stream=stream)) == (content, "", calls, end)
-        if not calls:
-            assert joined(served.chat("Go", stream=stream)) == (content, "", [], "stop")
-        written = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
-        turns = [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [written]}]
-        prompt = served.ask("POST", "/apply-template", {"messages": turns, "tools": [TOOL]}).json["prompt"]
-        assert '>>>f\n{"a": 1}' in prompt
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -452,26 +410,3 @@ def test_replies_have_the_times_that_clients_of_llama_cpp_show(scripted: Scripte
     for begun in (each[1:], each_text):  # the first event of a chat is its role
         counts = [event["timings"]["predicted_n"] for event in begun]
         assert len(counts) > 2 and counts == sorted(counts) and 0 < counts[0] < counts[-1]
-
-
-def test_a_stream_says_how_much_of_its_prompt_is_computed(loaded: LoadedModel) -> None:
-    """As llama.cpp's page and plugins show it, from `return_progress`."""
-    engine = Engine(loaded.runner, CacheShape.paged(512, 2048, 16), loaded.vocabulary_size, running=8, chunk=64)
-    with serving(loaded, engine) as served:
-        question = "one two three " * 60
-        first, again = (served.chat(question, stream=True, max_tokens=2, return_progress=True) for _ in range(2))
-        assert "x-mycli-omitted" not in first.headers
-        assert not any("prompt_progress" in event for event in served.chat(question, stream=True, max_tokens=2).events)
-        body = {"prompt": ["three two one " * 40, "Leo"], "max_tokens": 2, "stream": True, "return_progress": True}
-        texts = served.ask("POST", "/v1/completions", body).events
-    shown = [event["prompt_progress"] for event in first.events if "prompt_progress" in event]
-    total = shown[0]["total"]
-    assert total > 150 and [entry["cache"] for entry in shown] == [0] * len(shown)
-    assert [entry["processed"] for entry in shown] == [*range(64, total, 64), total]
-    assert all(type(entry["time_ms"]) is int for entry in shown)
-    contents = [event["choices"][0]["delta"].get("content") for event in first.events]
-    assert contents[: len(shown) + 1] == ["", *[None] * len(shown)]
-    (cached,) = [event["prompt_progress"] for event in again.events if "prompt_progress" in event]
-    assert cached["cache"] == total - 1 and cached["processed"] == cached["total"] == total
-    last = {e["choices"][0]["index"]: e["prompt_progress"] for e in texts if "prompt_progress" in e}
-    assert last[0]["processed"] == last[0]["total"] > 64 > last[1]["processed"] == last[1]["total"] > 0

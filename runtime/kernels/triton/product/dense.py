@@ -1,6 +1,7 @@
 """The product of a 16-bit weight, or of experts', and few rows: in a fused pass between packed ones, or routed."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,17 +10,14 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.product.matmul import (
     ACTIVATION_DTYPES,
     Activation,
-    RoutedRows,
-    add_up,
+    FewRowsProduct,
     check_contiguous,
-    check_counters,
-    launch_epilogue,
-    split_grid,
     uses_ptx,
 )
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 
 if TYPE_CHECKING:
+    from mycli.runtime.kernels.triton.product.grouped import Routed
     from mycli.runtime.kernels.triton.split_k import Epilogue
 
 _BLOCK_N, _WARPS = 64, 4
@@ -28,7 +26,7 @@ _ROWS = (8, 16, 32, 64)  # of a tile
 _BITS = 16
 
 
-class DenseProduct:
+class DenseProduct(FewRowsProduct):
     """A weight [n, k] as stored, which is multiplied as a `TritonMatmul`."""
 
     def __init__(self, weight: Tensor, chip: Chip) -> None:
@@ -37,7 +35,8 @@ class DenseProduct:
             raise ValueError(f"weight {tuple(weight.shape)} {weight.dtype}, strides {weight.stride()}")
         self.weight, self.chip = weight, chip
         self.n, self.k = weight.shape
-        self._tile_k = next(size for size in _TILES_K if self.k % size == 0)
+        self.bits, self.k_stored = _BITS, self.k
+        self.tile_k = next(size for size in _TILES_K if self.k % size == 0)
 
     @property
     def shape_key(self) -> tuple[object, ...]:
@@ -45,10 +44,9 @@ class DenseProduct:
         return self.n, self.k, self.weight.dtype, self.chip
 
     def tile(self, rows: int) -> Tile:
-        """Return the tile for `rows` activation rows; more than 64 take several blocks."""
         block_m = next((size for size in _ROWS if rows <= size), _ROWS[-1])
         stages = 4 if block_m < 64 and self.chip.shared > 128 << 10 else 3
-        return Tile(block_m, _BLOCK_N, _WARPS, self._tile_k, stages, blocks=2, permuted=False)
+        return Tile(block_m, _BLOCK_N, _WARPS, self.tile_k, stages, blocks=2, permuted=False)
 
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
         """Return an empty operand for `rows` rows: bf16 as it is, fp16 scaled by powers of two."""
@@ -58,7 +56,7 @@ class DenseProduct:
 
     def _operand(self, values: Tensor, shape: Tile, sums: int) -> Activation:
         padded = -(-len(values) // shape.block_m) * shape.block_m
-        stored = torch.empty((self.k // self._tile_k, padded, sums), dtype=torch.float32, device=values.device)
+        stored = torch.empty((self.k_stored // self.tile_k, padded, sums), dtype=torch.float32, device=values.device)
         return Activation(values, stored, shape)
 
     def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
@@ -68,38 +66,23 @@ class DenseProduct:
             raise ValueError(f"activations {tuple(x.shape)} {x.dtype}: want {self.weight.dtype}, [rows, {self.k}]")
         return self._operand(x, tile or self.tile(len(x)), 0)
 
-    def partial(
+    def _launch(
         self,
+        grid: tuple[int, int, int],
         x: Activation,
-        dtype: torch.dtype = torch.float32,
-        epilogue: "Epilogue | None" = None,
-        routed: RoutedRows | None = None,
-        next_first: bool = False,
-    ) -> Tensor:
-        """Compute `FewRowsProduct.partial`."""
+        y: Tensor,
+        part_tiles: int,
+        epilogue: "Epilogue | None",
+        routed: "Routed | None",
+        options: Mapping[str, Any],
+    ) -> None:
         from mycli.runtime.kernels.triton.product.dense_kernel import dense_kernel
 
-        shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
-        grid, part_tiles = split_grid(self.chip, shape, _BITS, (rows, self.n, self.k), self._tile_k, routed)
-        parts = grid[1]
-        y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
-        following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
-        check_counters(last, self.n, rows)
         dense_kernel[grid](
             self.weight, x.values, x.scaled_sums, y,
-            rows, self.n, self.k, x.sums.shape[1], part_tiles, x.rms, last,
-            None if routed is None else routed.arguments(),
-            BLOCK_N=_BLOCK_N, BLOCK_M=shape.block_m, TILE_K=self._tile_k, WARPS=_WARPS, DOT=_dot(self.weight.dtype),
-            PDL=self.chip.pdl, NEXT_FIRST=next_first, launch_pdl=self.chip.pdl, EPILOGUE=last is not None,
-            ROUTED=routed is not None, num_warps=_WARPS, num_stages=shape.stages,
+            y.shape[1], self.n, self.k_stored, x.sums.shape[1], part_tiles, x.rms, epilogue, routed,
+            TILE_K=self.tile_k, DOT=_dot(self.weight.dtype), **options,
         )  # fmt: skip
-        if following is not None:
-            launch_epilogue(y, following, self.chip.pdl)
-        return y
-
-    def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
-        """Return the product [rows, n] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
-        return add_up(self.partial(x, dtype, routed=routed), dtype)
 
 
 def decline_dense(weight: Tensor) -> Declined | None:

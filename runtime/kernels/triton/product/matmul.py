@@ -1,8 +1,10 @@
 """Multiplies packed weights with the kernels of `product.gemm`, and many rows by a dense product."""
 
 import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -171,14 +173,6 @@ def pieces(n: int, epilogue: "Epilogue") -> int:
     return -(-(n // ranges) // span)
 
 
-def check_counters(epilogue: "Epilogue | None", n: int, rows: int) -> None:
-    """Raise ValueError for an epilogue of a product of n columns that has too few counters."""
-    if epilogue is not None and pieces(n, epilogue) > epilogue.counters.numel():
-        raise ValueError(
-            f"{epilogue.counters.numel()} counters are too few for {pieces(n, epilogue)} pieces of {rows} rows"
-        )
-
-
 def launch_epilogue(parts: Tensor, epilogue: "Epilogue", pdl: bool) -> None:
     """Run an epilogue on split-K parts fp32 [count, rows, n] in a launch of its own."""
     from mycli.runtime.kernels.triton.split_k import epilogue_kernel
@@ -189,24 +183,7 @@ def launch_epilogue(parts: Tensor, epilogue: "Epilogue", pdl: bool) -> None:
     epilogue_kernel[grid](parts, count, rows, alone, PDL=pdl, launch_pdl=pdl, num_warps=min(4, at_once))
 
 
-def split_grid(
-    chip: Chip, tile: Tile, bits: int, shape: tuple[int, int, int], tile_k: int, routed: RoutedRows | None
-) -> tuple[tuple[int, int, int], int]:
-    """Return the grid (blocks of n, parts of K, blocks of rows) of a product of (rows, n, k), and tiles per part."""
-    rows, n, k = shape
-    columns, blocks = -(-n // tile.block_n), -(-rows // tile.block_m)
-    if routed is not None:
-        # Experts count as one wider weight, each with a share of the rows.
-        blocks = routed.max_tiles(tile.block_m)
-        rows, n = -(-rows // blocks), columns * tile.block_n * blocks
-    parts, part_tiles = triton_tiles.split(chip, tile, bits, rows, n, k, tile_k)
-    return (columns, parts, blocks), part_tiles
-
-
-def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of parts [count, rows, n] in `dtype`, rounded once from fp32; one part is in it already."""
-    if len(parts) == 1:
-        return parts[0]
+def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
     from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
@@ -214,19 +191,36 @@ def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-class FewRowsProduct(Protocol):
-    """A weight [n, k] that multiplies few rows and runs an epilogue: a `TritonMatmul` or a `DenseProduct`."""
+class FewRowsProduct(ABC):
+    """A weight [n, k] that multiplies few rows, in parts of K, and runs an epilogue."""
 
     n: int
+    k: int
     chip: Chip
+    k_stored: int  # columns of an operand: k and padding
+    tile_k: int
+    bits: int
 
+    @abstractmethod
     def tile(self, rows: int) -> Tile:
         """Return the tile for `rows` activation rows; more rows than it has take several blocks."""
-        ...
 
+    @abstractmethod
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
         """Return an empty operand for `rows` rows, of `tile` or the one chosen for that number."""
-        ...
+
+    @abstractmethod
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        x: Activation,
+        y: Tensor,
+        part_tiles: int,
+        epilogue: "Epilogue | None",
+        routed: "Routed | None",
+        options: Mapping[str, Any],
+    ) -> None:
+        """Launch the product: `part_tiles` tiles of K for each part of y [parts, rows, n]; options: of the tile."""
 
     def partial(
         self,
@@ -241,18 +235,51 @@ class FewRowsProduct(Protocol):
         epilogue: run on each finished piece, of many rows by a second launch. routed: rows of experts, of which this
         weight is the first. next_first: the next launch may begin before the previous one has ended (`triton.pdl`).
         """
-        ...
+        shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
+        columns, blocks = -(-self.n // shape.block_n), -(-rows // shape.block_m)
+        # Experts count as one wider weight, each with a share of the rows.
+        shares, wide = rows, self.n
+        if routed is not None:
+            blocks = routed.max_tiles(shape.block_m)
+            shares, wide = -(-rows // blocks), columns * shape.block_n * blocks
+        parts, part_tiles = triton_tiles.split(self.chip, shape, self.bits, shares, wide, self.k_stored, self.tile_k)
+        y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
+        following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
+        if last is not None and (count := pieces(self.n, last)) > last.counters.numel():
+            raise ValueError(f"{last.counters.numel()} counters are too few for {count} pieces of {rows} rows")
+        options = {
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": shape.block_m,
+            "WARPS": shape.warps,
+            "PDL": self.chip.pdl,
+            "NEXT_FIRST": next_first,
+            "EPILOGUE": last is not None,
+            "ROUTED": routed is not None,
+            "launch_pdl": self.chip.pdl,
+            "num_warps": shape.warps,
+            "num_stages": shape.stages,
+        }
+        arguments = None if routed is None else routed.arguments()
+        self._launch((columns, parts, blocks), x, y, part_tiles, last, arguments, options)
+        if following is not None:
+            launch_epilogue(y, following, self.chip.pdl)
+        return y
+
+    def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
+        """Return the product [rows, n] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
+        y = self.partial(x, dtype, routed=routed)
+        return y[0] if y.shape[0] == 1 else _add(y, dtype)
 
 
-class TritonMatmul:
+class TritonMatmul(FewRowsProduct):
     """A weight stored in the order of `product.weight_layout`."""
 
     def __init__(self, weight: PackedWeight, chip: Chip) -> None:
         weight = to_gpu_packing(weight)
         self.packing, self.chip = weight.packing, chip
         self.n, self.k = weight.out_features, weight.in_features
-        self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
-        self._k_padded = padded_k(self.packing, self.k)
+        self._layout, self.bits = layout_of(self.packing), self.packing.bits
+        self.tile_k, self.k_stored = tile_k(self.packing), padded_k(self.packing, self.k)
         self.codes, self.scales = repack(weight), repack_scales(weight, weight.scales)
         self.offsets = None if weight.offsets is None else repack_scales(weight, weight.offsets)
         self._n_padded = self.codes.shape[0] * self._layout.chunk_n
@@ -275,11 +302,10 @@ class TritonMatmul:
         return triton_tiles.tile(self.chip, self.packing, rows)
 
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
-        """Return an empty operand for `rows` rows, of `tile` or the one chosen for that number."""
         shape = tile or self.tile(rows)
         rows_padded = -(-rows // shape.block_m) * shape.block_m
-        device, tiles = self.codes.device, self._k_padded // self._tile_k
-        values = torch.empty((rows, self._k_padded), dtype=torch.float16, device=device)
+        device, tiles = self.codes.device, self.k_stored // self.tile_k
+        values = torch.empty((rows, self.k_stored), dtype=torch.float16, device=device)
         return Activation(values, torch.empty((tiles, rows_padded, 2), dtype=torch.float32, device=device), shape)
 
     def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
@@ -292,41 +318,24 @@ class TritonMatmul:
         prepare_kernel[(x.shape[0], -(-into.tiles // tiles))](x, into.operand(), self.k, x.stride(0), TILES=tiles)
         return into
 
-    def partial(
+    def _launch(
         self,
+        grid: tuple[int, int, int],
         x: Activation,
-        dtype: torch.dtype = torch.float32,
-        epilogue: "Epilogue | None" = None,
-        routed: RoutedRows | None = None,
-        next_first: bool = False,
-    ) -> Tensor:
-        """Compute `FewRowsProduct.partial`."""
+        y: Tensor,
+        part_tiles: int,
+        epilogue: "Epilogue | None",
+        routed: "Routed | None",
+        options: Mapping[str, Any],
+    ) -> None:
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
-        shape, rows = x.tile, x.values.shape[0] if routed is None else routed.count
-        sizes = rows, self.n, self._k_padded
-        grid, part_tiles = split_grid(self.chip, shape, self.packing.bits, sizes, self._tile_k, routed)
-        parts = grid[1]
-        y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
-        following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
-        check_counters(last, self.n, rows)
         multiply_kernel[grid](
             self.codes, self.scales, self.offsets, x.values, x.sums, y,
-            rows, self.n, self._n_padded, self._k_padded, x.sums.shape[1], part_tiles,
-            x.rms, last, None if routed is None else routed.arguments(),
-            **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
-            UNROLL=shape.unroll(self._tile_k, self._k_padded), PERMUTED=shape.permuted,
-            PDL=self.chip.pdl, NEXT_FIRST=next_first, launch_pdl=self.chip.pdl, EPILOGUE=last is not None,
-            ROUTED=routed is not None,
-            num_warps=shape.warps, num_stages=shape.stages,
+            y.shape[1], self.n, self._n_padded, self.k_stored, x.sums.shape[1], part_tiles,
+            x.rms, epilogue, routed,
+            **self._constants(), UNROLL=x.tile.unroll(self.tile_k, self.k_stored), PERMUTED=x.tile.permuted, **options,
         )  # fmt: skip
-        if following is not None:
-            launch_epilogue(y, following, self.chip.pdl)
-        return y
-
-    def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
-        """Return the product [rows, N] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
-        return add_up(self.partial(x, dtype, routed=routed), dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [rows, K] W^T in the dtype of x."""
@@ -365,8 +374,8 @@ class TritonMatmul:
             y = scratch[: (last - first) * self.k].view(last - first, self.k)
         else:
             y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
-        dequantize_kernel[(-(-(last - first) // block), self._k_padded // unpacked_k(self.packing))](
-            self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_padded, self._k_padded,
+        dequantize_kernel[(-(-(last - first) // block), self.k_stored // unpacked_k(self.packing))](
+            self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_padded, self.k_stored,
             **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
         )  # fmt: skip
         return y
