@@ -369,7 +369,7 @@ def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Ite
                 kinds.append(("prompt with window softcap sinks", True))
             for title, every in kinds:
                 numbers = ("i32",) * 5, ("fp32",) * 2
-                flags = head_dim, head_dim, tile.keys, every, False, every, tl.bfloat16, True
+                flags = head_dim, head_dim, tile.keys, every, False, every, tile.halves, tl.bfloat16, True
                 args = PromptArguments(stored, stored, scales, scales, *numbers[0], *numbers[1], *flags)
                 types = {**pointers, **sizes, "args": args, "sinks": "*fp32" if every else None}
                 constants = {"GROUP": 4, "BLOCK_M": tile.rows}

@@ -33,13 +33,11 @@ CACHES = {"": torch.bfloat16, " int8": torch.int8, " int4": PACKED}  # by suffix
 PROMPT = 200  # tokens of a prompt
 MOST = 1.1  # factor of the minimum
 # Known exceptions by launch, count and capability. Scales of int4 vectors lie behind the codes, 72 or 144 bytes apart.
-# With heads of 256, loads that are stored without conflicts would spill registers on sm_90.
 KNOWN = {
     ("attend int4", "global reads"): dict.fromkeys(CAPABILITIES, 1.5),
     ("attend int4 to 8", "global reads"): dict.fromkeys(CAPABILITIES, 1.6),
     ("attend prompt int4 of 128", "global reads"): dict.fromkeys(CAPABILITIES, 1.55),
     ("attend prompt int4 of 256", "global reads"): dict.fromkeys(CAPABILITIES, 1.3),
-    ("attend prompt int8 of 256", "shared"): {90: 2.05},
 }
 GROUPS = ("shared", "global reads", "global writes")
 

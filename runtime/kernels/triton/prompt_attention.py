@@ -59,13 +59,22 @@ class PromptArguments(NamedTuple):
     WINDOW: Any
     CHUNK: Any  # a token sees keys from the last multiple of `chunk` on
     CAPPED: Any  # a score s becomes softcap * tanh(s / softcap)
+    HALVES: Any  # a head is multiplied as two halves: of int4 vectors those of their bytes, else its dimensions
     DOT: Any  # dtype of the MMA operands
     ASM: Any
 
 
 @triton.jit
+def _load_lanes(source, lane, written, args, MASKED: tl.constexpr):
+    if MASKED or args.HEAD_DIM != args.BLOCK_D:
+        return tl.load(source, mask=written[:, None] & (lane[None, :] < args.HEAD_DIM), other=0)
+    else:
+        return tl.load(source)
+
+
+@triton.jit
 def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS: tl.constexpr):
-    """Return keys or values from `place` [BLOCK_N, BLOCK_D]; of int4 vectors the lower and the upper half.
+    """Return keys or values from `place` [BLOCK_N, BLOCK_D], or where HALVES their lower and upper half.
 
     WORDS: load words of four bytes, for operands that pass through shared memory once converted.
     """
@@ -82,18 +91,17 @@ def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS
         x = convert_int8_words(words, args.BLOCK_N, args.BLOCK_D // 4, args.DOT, args.ASM, False)
         upper = x
     else:
-        lane = tl.arange(0, args.BLOCK_D)
+        lane = tl.arange(0, args.BLOCK_D // 2 if args.HALVES else args.BLOCK_D)
         cell = place + tl.arange(0, args.BLOCK_N)[:, None] * args.HEAD_DIM + lane[None, :]
-        # With 8 codes a thread stores 16 bytes, which meet in no bank; with heads of 256 this would spill registers.
-        if cache.dtype.element_ty == tl.int8 and args.HEAD_DIM <= 128:
+        # With 8 codes a thread stores 16 bytes, which meet in no bank; of rows of 256 they would spill registers.
+        if cache.dtype.element_ty == tl.int8 and (args.HEAD_DIM <= 128 or args.HALVES):
             cell = tl.max_contiguous(cell, [1, 8])
-        if MASKED or args.HEAD_DIM != args.BLOCK_D:
-            x = tl.load(cache + cell, mask=written[:, None] & (lane[None, :] < args.HEAD_DIM), other=0)
-        else:
-            x = tl.load(cache + cell)
+        x = _load_lanes(cache + cell, lane, written, args, MASKED)
+        upper = x
+        if args.HALVES:
+            upper = _load_lanes(cache + cell + args.HEAD_DIM // 2, lane, written, args, MASKED)
         if cache.dtype.element_ty == tl.int8 and args.BLOCK_N < 64:
             x = convert_int8(x, args.DOT, args.ASM)
-        upper = x
     if WORDS and cache.dtype.element_ty.primitive_bitwidth == 8:
         x, upper = converted(x, args.ASM, False), converted(upper, args.ASM, False)
     return x, upper
@@ -116,9 +124,9 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
     k, k_upper = _load_block(args.key_cache, args.key_scales, place, written, args, MASKED, WORDS and not INT4)
     v, v_upper = _load_block(args.value_cache, args.value_scales, place, written, args, MASKED, WORDS)
     score = tl.dot(q, k.to(args.DOT).trans())
-    if INT4:
-        score = tl.dot(q_upper, k_upper.trans(), score)
-    elif args.key_scales is not None:
+    if args.HALVES:
+        score = tl.dot(q_upper, k_upper.to(args.DOT).trans(), score)
+    if args.key_scales is not None and not INT4:
         at = page.to(tl.int64) * (kv_heads * args.block_size) + kv_head * args.block_size
         at += inside * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
         score *= tl.load(args.key_scales + at, mask=written, other=0.0)[None, :]
@@ -146,8 +154,8 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
         at += inside * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
         weight *= tl.load(args.value_scales + at, mask=written, other=0.0)[None, :]
     out = tl.dot(weight.to(args.DOT), v.to(args.DOT), out * shrink[:, None])
-    if INT4:
-        out_upper = tl.dot(weight.to(args.DOT), v_upper, out_upper * shrink[:, None])
+    if args.HALVES:
+        out_upper = tl.dot(weight.to(args.DOT), v_upper.to(args.DOT), out_upper * shrink[:, None])
     return new_top, total, out, out_upper
 
 
@@ -178,21 +186,25 @@ def attend_prompt_kernel(
     if done >= count:
         return
     here = tl.minimum(count - done, BLOCK_M)
-    line, lane = tl.arange(0, BLOCK_M), tl.arange(0, args.BLOCK_D)
+    INT4: tl.constexpr = args.key_cache.dtype.element_ty == tl.uint8
+    WIDTH: tl.constexpr = args.BLOCK_D // 2 if args.HALVES and not INT4 else args.BLOCK_D
+    line, lane = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     position, last = start + line, start + here - 1
     row = (first_row + done + line).to(tl.int64) * heads + head
     q_mask = (line[:, None] < here) & (lane[None, :] < HEAD_DIM)
-    q = tl.load(query + row[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(args.DOT)
-    INT4: tl.constexpr = args.key_cache.dtype.element_ty == tl.uint8
+    cell = row[:, None] * HEAD_DIM + lane[None, :]
+    q = tl.load(query + cell, mask=q_mask, other=0.0).to(args.DOT)
     FACTOR: tl.constexpr = HEAD_DIM**-0.5  # makes the Hadamard transform orthonormal
     q_upper = q
     if INT4:
         rotated_q = hadamard_rows(q.to(tl.float32), BLOCK_M, HEAD_DIM) * FACTOR
         q, q_upper = lower_and_upper(rotated_q.to(args.DOT), BLOCK_M, HEAD_DIM)
+    elif args.HALVES:
+        q_upper = tl.load(query + cell + HEAD_DIM // 2, mask=q_mask, other=0.0).to(args.DOT)
     kv_head, kv_heads = head // GROUP, heads // GROUP
     table, turns = block_table + sequence * table_width, tl.cdiv(args.block_size, args.BLOCK_N)
-    out = tl.zeros((BLOCK_M, args.BLOCK_D // 2 if INT4 else args.BLOCK_D), tl.float32)
-    # The largest score, the sum of weights and the weighted values; of int4 vectors also the upper halves.
+    out = tl.zeros((BLOCK_M, args.BLOCK_D // 2 if args.HALVES else args.BLOCK_D), tl.float32)
+    # The largest score, the sum of weights and the weighted values; where HALVES also the upper ones.
     state = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32), out, out
     first = 0
     if args.WINDOW:
@@ -220,16 +232,19 @@ def attend_prompt_kernel(
     if INT4:
         rotated = whole_rows(out, out_upper / total[:, None], BLOCK_M, HEAD_DIM)
         out = hadamard_rows(rotated, BLOCK_M, HEAD_DIM) * FACTOR
-    tl.store(result + row[:, None] * HEAD_DIM + lane[None, :], out, mask=q_mask)
+    elif args.HALVES:
+        tl.store(result + cell + HEAD_DIM // 2, out_upper / total[:, None], mask=q_mask)
+    tl.store(result + cell, out, mask=q_mask)
 
 
 class PromptTile(NamedTuple):
-    """The new tokens and keys of a turn of the loop, warps, and pipeline stages."""
+    """The new tokens and keys of a turn of the loop, warps, pipeline stages, and whether heads are halved."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    halves: bool
 
 
 def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | None:
@@ -247,7 +262,9 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     alone = quantized and (not asynchronous or (stored == torch.int8 and head_dim > 128))
     stages = min(1 if alone else 2, (chip.shared - others) // block)
     fits = stages > 0 and NARROWEST_HEAD <= head_dim <= MAX_PROMPT_HEAD
-    return PromptTile(rows, keys, warps, stages) if fits else None
+    # Halves of int8 codes need fewer registers on sm_90, and more on newer chips, which keep sums elsewhere.
+    halves = stored == PACKED or (stored == torch.int8 and head_dim == 256 and chip.capability[0] == 9)
+    return PromptTile(rows, keys, warps, stages, halves) if fits else None
 
 
 def launch_prompt_attention(
@@ -280,7 +297,7 @@ def launch_prompt_attention(
         scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e, scoring.softcap * log2e,
         constexpr(head_dim), constexpr(triton.next_power_of_2(head_dim)), constexpr(tile.keys),
         constexpr(scoring.window is not None), constexpr(scoring.chunk is not None),
-        constexpr(bool(scoring.softcap)), constexpr(dot), constexpr(uses_ptx()),
+        constexpr(bool(scoring.softcap)), constexpr(tile.halves), constexpr(dot), constexpr(uses_ptx()),
     )  # fmt: skip
     attend_prompt_kernel[(heads, -(-max(others) // tile.rows), len(others))](
         *(query, ragged.starts, ragged.lengths, ragged.counts, ragged.block_table, scoring.sinks, result),

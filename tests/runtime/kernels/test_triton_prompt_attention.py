@@ -118,6 +118,8 @@ def attend(case: Prompts) -> float:
         Prompts((150, 20), (180, 250), padded=256),
         Prompts((130,), (140,), window=40, kind=torch.int8, padded=256),
         Prompts((70,), (140,), head_dim=256, kv_heads=1, heads=2, dtype=torch.bfloat16, kind=torch.bfloat16),
+        Prompts((66, 70), (130, 140), head_dim=256, kv_heads=1, heads=2, dtype=torch.bfloat16, kind=torch.int8),
+        Prompts((67,), (150,), head_dim=256, heads=2, window=60, sinks=True, softcap=2.0, kind=torch.int8),
     ],
     ids=str,
 )
