@@ -17,8 +17,10 @@ import torch
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.triton.attention import decode_attention
+from mycli.runtime.kernels.triton.latent import launch_latent_attention
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
-from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
+from mycli.runtime.kernels.triton.product.dense import DenseProduct
+from mycli.runtime.kernels.triton.product.matmul import FewRowsProduct, TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.prompt_attention import launch_prompt_attention
 from mycli.runtime.kernels.triton.residual import add
@@ -47,11 +49,12 @@ class Launch:
     """The kernel and its launch. rows: of activations, or sequences; kv: of the cache; tokens: of each sequence."""
 
     name: str
-    packing: Packing = Packing(4, 128)
+    packing: Packing | None = Packing(4, 128)  # None: a weight of 16 bits
     rows: int = 1
     kv: torch.dtype | None = None
     tokens: int = 1
     head_dim: int = 128
+    latent: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +65,7 @@ LAUNCHES = [
     *(Launch(f"multiply int{bits}-g64 rows {rows} add", Packing(bits, 64), rows) for bits, rows in ((8, 16), (3, 8))),
     Launch("multiply int3-g128 rows 16 add", Packing(3, 128), 16),
     Launch("multiply int2-g128 rows 16 add", Packing(2, 128), 16),
+    *(Launch(f"multiply bf16 rows {rows} add", None, rows) for rows in (1, 8, 16, 32)),
     *(Launch(f"attend{name}", rows=2, kv=kind) for name, kind in CACHES.items()),
     *(Launch(f"attend{name} to 8", rows=2, kv=kind, tokens=8) for name, kind in CACHES.items()),
     *(
@@ -69,11 +73,16 @@ LAUNCHES = [
         for size in (128, 256)
         for name, kind in CACHES.items()
     ),
+    *(Launch(f"attend latents{name}", rows=2, kv=CACHES[name], latent=True) for name in ("", " int8")),
 ]
 
 
 def multiply(launch: Launch, chip: Chip) -> None:
-    product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
+    product: FewRowsProduct
+    if launch.packing is None:
+        product = DenseProduct(normal(SIZE, COLUMNS).bfloat16(), chip)
+    else:
+        product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
     stream = torch.zeros(launch.rows, SIZE, dtype=torch.bfloat16)
     x = product.prepare(normal(launch.rows, COLUMNS).bfloat16())
     device().runner.costs.clear()
@@ -95,10 +104,24 @@ def attend(launch: Launch, chip: Chip) -> None:
         ragged = Ragged(starts, lengths, table, launch.tokens, known=(launch.tokens,))
         launch_prompt_attention(query, *stored, ragged, scoring, chip)
         return
-    product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
+    product = TritonMatmul(weight(Packing(4, 128), SIZE, COLUMNS, 0), chip)
     query = normal(launch.rows, launch.tokens, 8, launch.head_dim).bfloat16()
     cache = LayerCache(*(one.data for one in stored), *(one.scales for one in stored))
     decode_attention(query, cache, lengths, table, scoring, product, counters())
+
+
+def attend_latents(launch: Launch, chip: Chip) -> None:
+    """Launch attention of 16 heads to latents of DeepSeek's sizes; blocks of 64 in random order."""
+    assert launch.kv is not None
+    rank, rope, heads = 512, 64, 16
+    latents, rotated = (
+        Stored.of(normal(8 * launch.rows, 1, 64, size, seed=size).bfloat16(), launch.kv) for size in (rank, rope)
+    )
+    table = torch.randperm(8 * launch.rows, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    lengths, starts = torch.full((launch.rows,), 512, dtype=torch.int32), torch.arange(launch.rows + 1).int()
+    ragged = Ragged(starts, lengths, table.view(launch.rows, 8), 1)
+    query, turned = (normal(launch.rows, heads, size).bfloat16() for size in (rank, rope))
+    launch_latent_attention(query, turned, latents, rotated, ragged, 0.1, chip)
 
 
 def counters() -> torch.Tensor:
@@ -111,6 +134,8 @@ def costs(launch: Launch) -> list[Cost]:
     played.runner.costs.clear()
     capability = divmod(played.capability, 10)
     work: Callable[[Launch, Chip], None] = multiply if launch.kv is None else attend
+    if launch.latent:
+        work = attend_latents
     played.runner.count = True
     try:
         work(launch, Chip(capability, 1, capability >= (9, 0)))
