@@ -6,6 +6,7 @@ header was read is refused.
 
 import math
 from collections.abc import Collection, Iterator
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,9 +58,14 @@ class Checkpoint:
     read.
     """
 
-    def __init__(self, manifest: Manifest, *, allow_nonfinite: bool = False) -> None:
+    def __init__(self, manifest: Manifest, *, allow_nonfinite: bool = False, cancelled: Event | None = None) -> None:
         self.manifest = manifest
         self._allow_nonfinite = allow_nonfinite
+        self._cancelled = cancelled or Event()
+
+    def cancel(self) -> None:
+        """Make reads on other threads raise CancelledError soon, and later ones without reading."""
+        self._cancelled.set()
 
     def entry(self, name: str) -> TensorEntry:
         """Return shape and place of a tensor. Raises ModelError for an unknown name."""
@@ -92,7 +98,7 @@ class Checkpoint:
             # A part of the columns is read with the others, which takes fewer calls than every row on its own.
             stored = torch.empty(rows, columns if entry.columns is None else entry.columns[1], dtype=out.dtype)
         if entry.nbytes:
-            self.manifest.files[entry.file].read_into(tensor_bytes(stored), entry.offset)
+            self.manifest.files[entry.file].read_into(tensor_bytes(stored), entry.offset, self._cancelled)
         if entry.transposed:
             first = 0 if entry.columns is None else entry.columns[0]
             out.copy_(stored[:, first : first + out.shape[0]].T)
@@ -138,6 +144,10 @@ class MergedCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(base.manifest, allow_nonfinite=allow_nonfinite)
         self._base, self._adapter, self._changes, self._packed = base, adapter, changes, packed
+
+    def cancel(self) -> None:
+        self._base.cancel()
+        self._changes.cancel()
 
     @property
     def stored(self) -> Checkpoint:

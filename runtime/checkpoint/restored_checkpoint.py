@@ -47,7 +47,8 @@ class RestoredCheckpoint(Checkpoint):
 
     def _joined(self, entry: TensorEntry) -> Tensor:
         manifest = Manifest(self.manifest.folder, {part.name: part for part in entry.parts}, self.manifest.files)
-        stored, spec = Checkpoint(manifest, allow_nonfinite=self._allow_nonfinite), self._specs[entry.name]
+        stored = Checkpoint(manifest, allow_nonfinite=self._allow_nonfinite, cancelled=self._cancelled)
+        spec = self._specs[entry.name]
         weights = []
         for half in halves(spec):
             packing = half_packing(half, self._config, self._settings, manifest.tensors)

@@ -5,7 +5,7 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,9 @@ class RemoteFile:
     def size(self) -> int:
         return self.file.size
 
-    def read_into(self, view: memoryview, offset: int) -> None:
+    def read_into(self, view: memoryview, offset: int, cancelled: threading.Event | None = None) -> None:
+        if cancelled is not None and cancelled.is_set():
+            raise CancelledError
         if view:
             self.spool.read_into(self.file, view, offset)
 

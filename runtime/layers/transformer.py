@@ -97,11 +97,11 @@ class Transformer(nn.Module):
         first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and checked on first use
         workers = min(LOADED_IN_PARALLEL, cpu().cores)
         with ThreadPoolExecutor(workers, initializer=use_device, initargs=(device,)) as pool:
-            jobs = [pool.submit(load) for load in loads]
             try:
-                for job in jobs:
+                for job in [pool.submit(load) for load in loads]:
                     job.result()
             except BaseException:
+                checkpoint.cancel()  # the pool waits for the blocks that are being read
                 pool.shutdown(cancel_futures=True)
                 raise
         if self.config.tie_embeddings:

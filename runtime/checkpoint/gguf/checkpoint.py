@@ -86,7 +86,7 @@ class GgufCheckpoint(Checkpoint):
             whole, start = torch.empty(rows, width, dtype=torch.uint8), 0
             for stored in self._joined.get(name, (entry,)):
                 end = start + stored.nbytes
-                file.read_into(whole.view(-1)[start:end].numpy().data, stored.offset)
+                file.read_into(whole.view(-1)[start:end].numpy().data, stored.offset, self._cancelled)
                 start = end
             order = torch.arange(rows) if order is None else order
         part = torch.empty(min(part_rows, rows), width, dtype=torch.uint8)
@@ -95,7 +95,7 @@ class GgufCheckpoint(Checkpoint):
             if whole is not None and order is not None:
                 torch.index_select(whole, 0, order[start : start + len(data)], out=data)
             else:
-                file.read_into(data.numpy().reshape(-1).data, entry.offset + start * width)
+                file.read_into(data.numpy().reshape(-1).data, entry.offset + start * width, self._cancelled)
             yield start, data
 
     def read_into(self, name: str, out: Tensor) -> None:
@@ -127,7 +127,7 @@ class GgufCheckpoint(Checkpoint):
     def _dense(self, entry: TensorEntry) -> Tensor:
         rows = prod(entry.shape[:-1])
         data = torch.empty(rows, entry.nbytes // rows, dtype=torch.uint8)
-        self.manifest.files[entry.file].read_into(data.numpy().reshape(-1).data, entry.offset)
+        self.manifest.files[entry.file].read_into(data.numpy().reshape(-1).data, entry.offset, self._cancelled)
         return dequantize_blocks(data, entry.dtype).view(entry.shape)
 
     def column_order(self, name: str) -> Tensor | None:
