@@ -8,6 +8,7 @@ from mycli.cli.flags import options
 from mycli.cli.output import Column
 from mycli.cli.text.progress import stages
 from mycli.quant import readers
+from mycli.runtime.checkpoint.gguf_parts import blob_digest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, UsageError
@@ -80,9 +81,9 @@ def verify(
 ) -> None:
     """Check a model's files against their recorded hashes, or against another program's reading.
 
-    Compares size and hash of every file of a model that was pulled or quantized here. With --as another program reads
-    the model too: every weight is compared bit for bit, and the logits of a few tokens. Exits with 6 if something
-    differs or is missing, and names it.
+    Compares size and hash of every file of a model that mycli or Ollama pulled, or that was quantized here. With --as
+    another program reads the model too: every weight is compared bit for bit, and the logits of a few tokens. Exits
+    with 6 if something differs or is missing, and names it.
     """
     if reader is None:
         if ref is not None or program is not None:
@@ -120,6 +121,8 @@ def _verify_reading(call: Call, source: Source, model: str, reader: str, ref: st
         "rounded_logits": verified.rounded,
     }
     call.out.show(answer, _READING, title=f"{model} as {reader} reads it")
+    if source.adapter is not None:
+        call.out.note(f"(without the adapter {source.adapter.name[:19]}..., which was not compared)")
     _require_equal(verified, model)
 
 
@@ -166,6 +169,8 @@ def _verify_hashes(call: Call, model: str, drop: bool) -> None:
     call.out.show(answer, _COLUMNS, rows="files")
     if bad:
         again = "quantize it again" if source.repo is None else f"mycli pull {model}"
+        if blob_digest(source.folder) is not None:
+            again = f"ollama pull {model}"
         if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):
             again = f"mycli verify {model} --drop && {again}"
         count = f"{len(bad)} of {pluralize(len(checked), 'file')}"

@@ -14,7 +14,9 @@ from mycli.quant.export._gguf_sentencepiece import (
     sentencepiece_metadata,
     unsupported,
 )
-from mycli.runtime.tokenizer.gguf_tokenizer import CONTROL, NORMAL, SPECIAL_IDS, UNUSED, USER, ggml_key
+from mycli.runtime.tokenizer.chat_template import special_tokens_map
+from mycli.runtime.tokenizer.fill_in_middle import FIM_NAMES, find_fim_tokens
+from mycli.runtime.tokenizer.gguf_tokenizer import CONTROL, FIM_IDS, NORMAL, SPECIAL_IDS, UNUSED, USER, ggml_key
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
 from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
 from mycli.runtime.utils.json_fields import Fields
@@ -74,7 +76,16 @@ def _special_tokens(raw: Fields, settings: Fields, tokens: Sequence[str]) -> dic
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str) and text in tokens:
             keys[ggml_key(f"{key}_token_id")] = tokens.index(text)
-    return keys
+    return keys | _fim_ids(special_tokens_map(settings, FIM_NAMES), tokens)
+
+
+def _fim_ids(names: Mapping[str, str], tokens: Sequence[str]) -> dict[str, int]:
+    fim = find_fim_tokens(tokens, names)
+    if fim is None:
+        return {}
+    ids = (fim.prefix, fim.suffix, fim.middle, fim.pad, fim.repository, fim.file)
+    keys = (ggml_key(f"{FIM_IDS[name][0]}_token_id") for name in FIM_NAMES)
+    return {key: index for key, index in zip(keys, ids, strict=True) if index is not None}
 
 
 def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

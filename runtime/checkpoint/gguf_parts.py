@@ -9,12 +9,18 @@ SUFFIX = ".gguf"
 MAX_PARTS = 1000
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 # A file of Ollama's store has the digest of its contents as name. What it holds, its first bytes say.
-_BLOB = re.compile(r"sha256-[0-9a-f]{64}")
+_BLOB = re.compile(r"sha256-([0-9a-f]{64})")
 
 
 def is_gguf(path: Path) -> bool:
     """Return whether a model's path is a GGUF file's, by its name."""
-    return path.suffix == SUFFIX or _BLOB.fullmatch(path.name) is not None
+    return path.suffix == SUFFIX or blob_digest(path) is not None
+
+
+def blob_digest(path: Path) -> str | None:
+    """Return the sha256 that is the name of a file of Ollama's store; None for other files."""
+    match = _BLOB.fullmatch(path.name)
+    return None if match is None else match[1]
 
 
 def part_names(name: str) -> list[str]:

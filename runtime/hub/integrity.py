@@ -1,7 +1,7 @@
 """Verifies the files of a stored model by size and hash, without a network.
 
-The expected hashes come from mycli.json (a quantized model), the commit's record in `trees/`, or the name of the blob
-that a cached file links to.
+The expected hashes come from mycli.json (a quantized model), the commit's record in `trees/`, the name of the blob
+that a cached file links to, or the name of a file of Ollama's.
 """
 
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
+from mycli.runtime.checkpoint.gguf_parts import blob_digest, is_gguf, part_names
 from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
@@ -78,6 +78,11 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
             return files
         names = part_names(source.folder.relative_to(folder).as_posix())
         return {name: files.get(name, HubFile(name, 0, "0" * 64)) for name in names}
+    if (digest := blob_digest(source.folder)) is not None:
+        blobs = {source.folder: digest}
+        if source.adapter is not None and (added := blob_digest(source.adapter)) is not None:
+            blobs[source.adapter] = added
+        return {path.name: HubFile(path.name, store.file_bytes(path), digest) for path, digest in blobs.items()}
     record = _record(source)
     if not record.exists():
         hint = "models that were pulled or quantized by mycli can be verified"
@@ -145,7 +150,8 @@ def drop_damaged(source: Source, checked: list[CheckedFile]) -> list[str]:
     damaged = [file.name for file in checked if file.state == "damaged"]
     folder = _folder(source)
     if damaged and folder.parent.name != "snapshots":
-        raise UsageError(f"{source.name}: only files that came from a hub can be fetched again", "quantize it again")
+        again = "quantize it again" if blob_digest(source.folder) is None else "ollama pull the model again"
+        raise UsageError(f"{source.name}: only files that came from a hub can be fetched again", again)
     blobs = Path(os.path.realpath(folder.parent.parent / "blobs"))
     for name in damaged:
         path = folder / name

@@ -37,6 +37,7 @@ class FimTokens:
     prefix: int
     suffix: int
     middle: int | None
+    pad: int | None
     repository: int | None
     file: int | None
     ends: frozenset[int]
@@ -71,7 +72,7 @@ def find_fim_tokens(vocabulary: Sequence[str | None], names: Mapping[str, str]) 
     marks = (ids[prefix], ids[suffix], ids.get(middle))
     ends = (*marks, pad, repository, file, *map(ids.get, _ENDS))
     known_ends = frozenset(end for end in ends if end is not None)
-    return FimTokens(*marks, repository, file, known_ends, suffix in _SUFFIX_FIRST)
+    return FimTokens(*marks, pad, repository, file, known_ends, suffix in _SUFFIX_FIRST)
 
 
 def fim_prompt(

@@ -19,7 +19,7 @@ _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges are ranked by id, not by score
 SPECIAL_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Of fill-in-the-middle; the first three have a key of older files, too.
-_FIM_IDS: Mapping[str, Sequence[str]] = {
+FIM_IDS: Mapping[str, Sequence[str]] = {
     "prefix_token": ("fim_pre", "prefix"),
     "suffix_token": ("fim_suf", "suffix"),
     "middle_token": ("fim_mid", "middle"),
@@ -275,7 +275,7 @@ def tokenizer_settings(metadata: Fields) -> dict[str, Any]:
         index = token_id(metadata, key, len(tokens))
         if index is not None:
             settings[name] = tokens[index]
-    for name, keys in _FIM_IDS.items():
+    for name, keys in FIM_IDS.items():
         for key in keys:
             # Converters have written ids of another vocabulary; llama.cpp ignores them, too.
             index = metadata.values.get(ggml_key(f"{key}_token_id"))

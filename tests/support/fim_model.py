@@ -14,9 +14,14 @@ MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<
 
 
 def with_fim_tokens(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    write_fim_tokenizer(folder, loaded.vocabulary_size)
+    return replace(loaded, tokenizer=Tokenizer.load(folder, loaded.vocabulary_size))
+
+
+def write_fim_tokenizer(folder: Path, rows: int = 4096) -> None:
     shutil.copy(PICO / "tokenizer_config.json", folder)
     values = json.loads((PICO / "tokenizer.json").read_text())
-    vocabulary, rows = values["model"]["vocab"], loaded.vocabulary_size
+    vocabulary = values["model"]["vocab"]
     replaced = [token for token, index in vocabulary.items() if index >= rows - len(MARKS)]
     for token in replaced:
         del vocabulary[token]
@@ -25,4 +30,3 @@ def with_fim_tokens(loaded: LoadedModel, folder: Path) -> LoadedModel:
     first = rows - len(replaced)
     values["added_tokens"] += [added(first + index, mark, special=True) for index, mark in enumerate(MARKS)]
     (folder / "tokenizer.json").write_text(json.dumps(values))
-    return replace(loaded, tokenizer=Tokenizer.load(folder, rows))

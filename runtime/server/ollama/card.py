@@ -53,8 +53,11 @@ class ModelCard:
             "details": self.details,
         }
 
-    def shown(self, name: str) -> dict[str, Any]:
-        """Return the response of /api/show; `name`: for lists of models, such as that of VS Code."""
+    def shown(self, name: str, fills_in: bool = False) -> dict[str, Any]:
+        """Return the response of /api/show; `name`: for lists of models, such as that of VS Code.
+
+        `fills_in`: whether the model completes text between a prefix and a suffix, which only its tokenizer shows.
+        """
         return {
             "modelfile": "",
             "parameters": "",
@@ -62,7 +65,7 @@ class ModelCard:
             "template": self.template,
             "details": self.details,
             "model_info": {**self.info, "general.basename": name},
-            "capabilities": list(self.capabilities),
+            "capabilities": [*self.capabilities, *(("insert",) if fills_in else ())],
             "modified_at": self.modified,
         }
 

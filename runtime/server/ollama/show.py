@@ -20,4 +20,4 @@ class OllamaShowRequest(ForModel):
 async def ollama_show(service: Service, request: Request) -> Response:
     """Describe a model, in Ollama's form."""
     await read_request(service, request, OllamaShowRequest, lambda body: service.check_model(body.name))
-    return JsonResponse(service.settings.card.shown(service.name))
+    return JsonResponse(service.settings.card.shown(service.name, service.loaded.tokenizer.fim_tokens is not None))

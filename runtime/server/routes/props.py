@@ -19,6 +19,7 @@ async def props(service: Service, request: Request) -> Response:
     return JsonResponse(
         {
             "default_generation_settings": {"n_ctx": service.context},
+            "total_slots": service.worker.engine.scheduler.limits.running,
             "model_alias": service.name,
             "model_path": service.name,
             "modalities": {"vision": False, "audio": False},

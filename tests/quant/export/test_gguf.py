@@ -23,6 +23,7 @@ from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.fuzz_models import in_blocks
 from tests.support.engines import whole
 from tests.support.exports import dense_values, export_to
+from tests.support.fim_model import MARKS, write_fim_tokenizer
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 
@@ -159,3 +160,18 @@ def test_tokens_without_an_embedding_row_are_not_written(name: str) -> None:
     raw["model"]["vocab"]["beyond"] = rows
     with pytest.raises(ModelError, match=f"'beyond' has id {rows}, but the model has {rows} embedding rows"):
         tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), rows)
+
+
+def test_marks_to_fill_in_the_middle_have_ids(tmp_path: Path) -> None:
+    """llama.cpp finds the marks of some models by their text, and those of the others by these ids alone."""
+    write_fim_tokenizer(tmp_path)
+    raw, rows = json.loads((tmp_path / "tokenizer.json").read_text()), 4096
+    keys = tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), rows)
+    parts = ("pre", "suf", "mid", "pad", "rep", "sep")
+    assert [keys["tokenizer.ggml.tokens"][keys[f"tokenizer.ggml.fim_{part}_token_id"]] for part in parts] == [*MARKS]
+    named = {"prefix_token": "the", "suffix_token": {"content": "and"}, "middle_token": "for"}
+    tokens = tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields(named, ""), rows)
+    assert tokens["tokenizer.ggml.tokens"][tokens["tokenizer.ggml.fim_suf_token_id"]] == "and"
+    plain = json.loads((PICO / "tokenizer.json").read_text())
+    keys = tokenizer_metadata(Fields(plain, "tokenizer.json"), Fields({}, ""), rows)
+    assert not [key for key in keys if ".fim_" in key]

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mycli.cli.main import main
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.errors import ExitCode, ModelError, NotFoundError
 from mycli.runtime.hub import other_stores
 from mycli.runtime.hub.integrity import has_record
 from mycli.runtime.hub.local import local_models
@@ -16,6 +17,7 @@ from mycli.runtime.open import OpenReport, add_adapter
 from tests.attacks.gguf_model_attacks import model
 from tests.support.adapters import write_gguf_adapter
 from tests.support.other_stores import lm_studio, ollama
+from tests.support.stored_models import checked
 
 DATA = model({}, {})
 DOWN = "model.layers.0.mlp.down_proj"
@@ -131,3 +133,26 @@ def test_an_adapter_of_another_model_is_listed_with_the_reason(home: Path, tmp_p
     assert "do not fit the weight" in listed.problem
     with pytest.raises(ModelError, match="do not fit the weight"):
         resolve("tiny:1b").open()
+
+
+def test_files_of_ollamas_store_are_verified_by_their_names(home: Path) -> None:
+    """The model and its adapter; the store has no other record of them."""
+    ollama(home, DATA, adapter=b"GGUF adapter")
+    names = [path.name for path in (home / ".ollama/models/blobs").iterdir()]
+    assert len(names) == 2 and checked("tiny:1b") == dict.fromkeys(names, "ok")
+    adapter = resolve("tiny:1b").adapter
+    assert adapter is not None
+    adapter.write_bytes(b"GGUF adaptor")
+    assert checked("tiny:1b") == {name: "damaged" if name == adapter.name else "ok" for name in names}
+
+
+@pytest.mark.parametrize(("options", "code"), [((), ExitCode.GATE), (("--drop",), ExitCode.USAGE)])
+def test_a_damaged_file_of_ollamas_is_pulled_again_by_ollama(
+    options: tuple[str, ...], code: ExitCode, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ollama(home, DATA)
+    blob = resolve("tiny:1b").folder
+    blob.write_bytes(DATA[:-1] + b"?")
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "tiny:1b", *options])
+    assert ended.value.code == code and "ollama pull" in capsys.readouterr().err and blob.exists()

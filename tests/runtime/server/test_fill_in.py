@@ -175,6 +175,12 @@ def test_props_describe_the_model(coding: Served) -> None:
     described = coding.ask("GET", "/props").json
     assert described["default_generation_settings"]["n_ctx"] == 512 and described["eos_token"] == "<|im_end|>"
     assert described["chat_template"] == coding.service._template
+    assert described["total_slots"] == coding.service.worker.engine.scheduler.limits.running
+
+
+def test_ollamas_description_says_which_models_fill_in(coding: Served, served: Served) -> None:
+    assert "insert" in coding.ask("POST", "/api/show", {"model": "pico"}).json["capabilities"]
+    assert "insert" not in served.ask("POST", "/api/show", {"model": "pico"}).json["capabilities"]
 
 
 LINES = "    a\n        b\n  c\n    d"
