@@ -129,9 +129,14 @@ def relu_square(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
-def gelu(x: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
     """GELU(x) by the tanh approximation."""
     return functional.gelu(x, approximate="tanh")
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU(x): x times the normal distribution up to x (arXiv 1606.08415)."""
+    return functional.gelu(x)
 
 
 def xielu(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:

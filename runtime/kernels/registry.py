@@ -22,6 +22,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_clamped_swiglu,
     native_gelu,
     native_gelu_multiply,
+    native_gelu_tanh,
     native_layer_norm,
     native_relu_square_multiply,
     native_rms_norm,
@@ -125,7 +126,8 @@ ACTIVATION: Mapping[tuple[str, bool], Operation[[Tensor], Tensor]] = {
     ("swiglu_clamped", True): Operation("clamped SwiGLU", (native_clamped_swiglu, reference.clamped_swiglu)),
     ("swiglu_halves", True): Operation("clamped SwiGLU of halves", (native_swiglu_halves, reference.swiglu_halves)),
     ("relu2", True): Operation("gated squared ReLU", (native_relu_square_multiply, reference.relu_square_multiply)),
-    ("gelu_tanh", False): Operation("GELU without a gate", (native_gelu, reference.gelu)),
+    ("gelu_tanh", False): Operation("GELU without a gate", (native_gelu_tanh, reference.gelu_tanh)),
+    ("gelu", False): Operation("exact GELU", (native_gelu, reference.gelu)),
     ("relu2", False): Operation("squared ReLU", (reference.relu_square,)),
 }
 XIELU: Operation[[Tensor, Sequence[Tensor]], Tensor] = Operation("xIELU", (reference.xielu,))

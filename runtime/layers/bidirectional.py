@@ -57,7 +57,10 @@ def encode_texts(model: Transformer, texts: Sequence[Sequence[int]], rope: Rope)
     chunks = [Chunk(text, 0, (), 0) for text in texts]
     tokens = torch.tensor([token for text in texts for token in text], device=model.device)[None]
     x = embed_tokens(tokens, model.embedding, model.config)
-    context = PassContext(rope.rows(chunks), BidirectionalAttention([len(text) for text in texts]))
+    lengths = [len(text) for text in texts]
+    if model.positions is not None:
+        x = model.positions(x, lengths)
+    context = PassContext(rope.rows(chunks), BidirectionalAttention(lengths))
     for block in model.layers():
         x = block(x, context)
-    return list(model.norm(x)[0].split([len(text) for text in texts]))
+    return list(model.norm(x)[0].split(lengths))

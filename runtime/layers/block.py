@@ -320,6 +320,9 @@ class Block(nn.Module):
             self.streams = AlternatingUpdates(spec.streams, spec.laurel, self.mixer, self.mlp, self.per_layer)
         parts = (*first, self.per_layer) if self.streams is None else (self.streams,)
         self.parts = tuple(part for part in parts if part is not None)
+        for part in self.parts:
+            if isinstance(part, LayerPart):
+                part.normed_residual = spec.normed_residual
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
         named = {norm.spec: norm for norm in self._norms()}

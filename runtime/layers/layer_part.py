@@ -60,6 +60,7 @@ class LayerPart(nn.Module):
 
     `products`: its linears in order of execution; `unquantized`: linears that are dense in memory (routers, gates)
     and not calibrated; `scalar` [1], if any, multiplies the sum, and `gain` [hidden] the residual stream before it.
+    `normed_residual`: see `LayerSpec`.
     """
 
     products: tuple[Linear, ...]
@@ -73,6 +74,7 @@ class LayerPart(nn.Module):
         self.scalar: Tensor | None = None
         self.gain: Tensor | None = None
         self.residual = spec.residual_scale
+        self.normed_residual = False
 
     @property
     def resident_products(self) -> tuple[Linear, ...]:
@@ -92,7 +94,10 @@ class LayerPart(nn.Module):
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """Yield the products from the residual stream x [sequences, tokens, hidden] to the next one."""
-        output = yield from self.inner(normed(self.norm, x), context)
+        entering = normed(self.norm, x)
+        if self.normed_residual:
+            x = entering
+        output = yield from self.inner(entering, context)
         return self.sum(x, output)
 
     def sum(self, x: Tensor, output: Tensor) -> Tensor:

@@ -54,6 +54,11 @@ class Transformer(nn.Module):
             from mycli.runtime.layers.per_layer import PerLayerInputs
 
             self.per_layer = PerLayerInputs(config)
+        self.positions = None
+        if config.positions is not None:
+            from mycli.runtime.layers.positions import PositionEmbeddings
+
+            self.positions = PositionEmbeddings(config.positions)
         self.streams = None
         if config.streams > 1:
             from mycli.runtime.layers.streams import Streams
@@ -90,6 +95,8 @@ class Transformer(nn.Module):
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
         if self.per_layer is not None:
             loads.append(partial(self.per_layer.load, checkpoint, device, dtype))
+        if self.positions is not None:
+            loads.append(partial(self.positions.load, checkpoint, device, dtype))
         if self.streams is not None:
             loads.append(partial(self.streams.load, checkpoint, device, dtype))
         if not self.config.tie_embeddings:
@@ -133,6 +140,7 @@ class Transformer(nn.Module):
         """Bytes of all weights in memory; a tied embedding counts once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear | RMSNorm | Mixer))
         total += 0 if self.per_layer is None else self.per_layer.nbytes
+        total += 0 if self.positions is None else self.positions.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

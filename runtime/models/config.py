@@ -20,6 +20,7 @@ from mycli.runtime.models.part_spec import (
     LinearSpec,
     MlpSpec,
     NormSpec,
+    PositionSpec,
     RopeScaling,
     RopeSpec,
     Shape,
@@ -139,6 +140,7 @@ class ModelConfig:
     # hidden state, with this model's embedding and head.
     build_mtp: Callable[["ModelConfig"], "ModelConfig"] | None = None
     is_mtp: bool = False
+    positions: PositionSpec | None = None
     bidirectional: bool = False  # every token sees the whole text: the model computes embeddings and has no cache
 
     def __post_init__(self) -> None:
@@ -297,10 +299,15 @@ class ModelConfig:
         )
         return enter, leave
 
+    def position_tables(self) -> tuple[LinearSpec, ...]:
+        """Return the tables of positions and token types as linears, none where the family has none."""
+        tables = () if self.positions is None else (self.positions.table, self.positions.types)
+        return tuple(table for table in tables if table is not None)
+
     def dense_linears(self) -> tuple[LinearSpec, ...]:
         """Return the linears outside of layers that are never quantized."""
         enter, leave = self.stream_linears()
-        return (*self.per_layer_linears()[1:], *enter, *leave)
+        return (*self.per_layer_linears()[1:], *self.position_tables(), *enter, *leave)
 
     def unquantized_linears(self) -> Iterator[LinearSpec]:
         """Yield the linears that are never quantized: those outside of layers, then routers and gates."""

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 Shape = tuple[int, ...]
 # xielu has parameters and no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate; swiglu_halves is the same
 # function of all rows of gate before those of up.
-ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped", "swiglu_halves", "xielu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_clamped", "swiglu_halves", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
@@ -107,6 +107,18 @@ class RopeSpec:
     scaling: RopeScaling
     interleaved: bool = False
     clockwise: bool = False  # rotate by the negative angle (nanochat)
+
+
+@dataclass(frozen=True)
+class PositionSpec:
+    """What encoders add to the embedding of a token: row `first` + position of `table`, and row 0 of `types`.
+
+    Row 0 is that of texts that are no pair. Encoders with rotary embedding have no table.
+    """
+
+    table: LinearSpec | None
+    types: LinearSpec
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Converts token ids to bytes, one token at a time, so that streamed and complete text are equal by construction.
 
-Supports byte-level BPE and SentencePiece (Replace / ByteFallback / Fuse / Strip, or Metaspace).
+Supports byte-level BPE, SentencePiece (Replace / ByteFallback / Fuse / Strip, or Metaspace) and WordPiece.
 """
 
 import re
@@ -12,6 +12,8 @@ from mycli.runtime.errors import ModelError
 # The library's decoder is not used: it needs the complete text. Results are equal except for invalid UTF-8, which here
 # becomes one U+FFFD per ill-formed sequence (Unicode's recommended practice); the library writes one per byte and
 # damages the valid bytes around it.
+# What the library's WordPiece decoder with `cleanup` writes without the space before it.
+_UNSPACED = re.compile(r" (\.|\?|!|,|n't|'m|'s|'ve|'re)")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -25,7 +27,7 @@ def byte_alphabet() -> dict[str, int]:
 def _unsupported(decoder: object) -> ModelError:
     return ModelError(
         f"tokenizer.json: decoder {str(decoder)[:120]} is not supported",
-        "readable: ByteLevel, Metaspace, and sequences of Replace, ByteFallback, Fuse, Strip",
+        "readable: ByteLevel, Metaspace, WordPiece, and sequences of Replace, ByteFallback, Fuse, Strip",
     )
 
 
@@ -42,6 +44,8 @@ class Detokenizer:
         self._replace: list[tuple[str, str]] = []
         self._byte_tokens = False
         self._metaspace = ""  # removed from the first token
+        self._continues = ""  # WordPiece's mark of a token that continues a word; others follow a space
+        self._cleanup = False
         self.strip_spaces = 0  # spaces removed from the start of a text
         sequence = isinstance(decoder, dict) and decoder.get("type") == "Sequence"
         steps = decoder.get("decoders") if sequence else [decoder]
@@ -56,6 +60,8 @@ class Detokenizer:
                 mark = str(step.get("replacement", "▁"))
                 self._replace.append((mark, " "))
                 self._metaspace = "" if step.get("prepend_scheme") == "never" else mark
+            elif kind == "WordPiece" and len(steps) == 1 and step.get("prefix", "##"):
+                self._continues, self._cleanup = str(step.get("prefix", "##")), step.get("cleanup") is not False
             elif kind == "Replace" and not fused and not self._byte_tokens:
                 self._replace.append(self._read_replace(step))
             elif kind == "ByteFallback" and not fused:
@@ -85,6 +91,8 @@ class Detokenizer:
                 return bytes(self._bytes[character] for character in token)
             except KeyError:  # an added token with characters outside the table is plain text
                 return token.encode()
+        if self._continues:
+            return self._word_piece(token, first).encode()
         if first and self._metaspace:
             token = token.replace(self._metaspace, "")
         for source, content in self._replace:
@@ -92,3 +100,9 @@ class Detokenizer:
         if self._byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         return token.encode()
+
+    def _word_piece(self, token: str, first: bool) -> str:
+        if not first:
+            continues = token.startswith(self._continues)
+            token = token.removeprefix(self._continues) if continues else f" {token}"
+        return _UNSPACED.sub(r"\1", token) if self._cleanup else token

@@ -153,6 +153,8 @@ class Tokenizer:
         self._detokenizer = Detokenizer(vocabulary, {token.id for token in added if token.special}, decoder)
         self.bos = self._id(special_tokens.get("bos_token"))
         eos = self._id(special_tokens.get("eos_token"))
+        # A control token, but also that of characters which the vocabulary lacks.
+        self._unknown = self._id(special_tokens.get("unk_token"))
         self.eos: tuple[int, ...] = () if eos is None else (eos,)
         self._add_eos = add_eos
         self._fim_names = fim_names or {}
@@ -284,7 +286,7 @@ class Tokenizer:
 
     def _encode_plain(self, text: str, inside: bool) -> list[int]:
         ids = self._encoder.encode(text, False, plain=True, inside=inside)
-        if not self._control.ids.isdisjoint(ids):
+        if not self._control.ids.isdisjoint(index for index in ids if index != self._unknown):
             raise ModelError("tokenizer.json: plain characters are encoded as control tokens", code="allow-special")
         return ids
 

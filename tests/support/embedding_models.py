@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    AutoConfig,
+    AutoModel,
     Gemma3TextConfig,
     Gemma3TextModel,
     LlamaConfig,
@@ -91,6 +93,56 @@ def llama_bidirectional(folder: Path, **shape: Any) -> Path:
     torch.manual_seed(3)
     model = LlamaModel(LlamaConfig(**{**_SMALL, "is_causal": False, **shape}))
     return _write(folder, model, [("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")], "mean_tokens")
+
+
+# Of the words below: each letter, alone and inside a word, and two longer pieces.
+_LETTERS = "abcdefghijklmnopqrstuvwxyz.,?!"
+WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_LETTERS, *(f"##{x}" for x in _LETTERS), "the", "##at"]
+
+
+def word_piece_tokenizer(folder: Path) -> None:
+    """Write the tokenizer of an uncased BERT with a small vocabulary."""
+    special = [{"id": index, "content": token, "special": True} for index, token in enumerate(WORD_PIECES[:5])]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    bert = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    ends = {name: {"id": name, "ids": [WORD_PIECES.index(name)], "tokens": [name]} for name in ("[CLS]", "[SEP]")}
+    single: list[dict[str, Any]] = [
+        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{**flags, **token} for token in special],
+        "normalizer": {"type": "BertNormalizer", **bert},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": ends},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {token: index for index, token in enumerate(WORD_PIECES)},
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **names}))
+
+
+def encoder(folder: Path, model_type: str = "bert", pooling: str = "cls_token", **shape: Any) -> Path:
+    """Write an encoder as BGE: bidirectional, first-token pooling, normalized."""
+    torch.manual_seed(4)
+    small = {key: value for key, value in _SMALL.items() if key not in ("num_key_value_heads", "head_dim")}
+    small |= {"max_position_embeddings": 514, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **{**small, **shape}))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and gains are 0 and 1 at first
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    _write(folder, model, [("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")], pooling)
+    word_piece_tokenizer(folder)
+    return folder
 
 
 def qwen3_reranker(folder: Path, **shape: Any) -> Path:

@@ -29,6 +29,8 @@ TOKENS = 40
 # Only the last case of each of these families runs by default, the others with -m slow.
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
+# Families that compute no logits: test_encoders.py and tests of the server compare their states and vectors.
+EMBEDDING = {"bert", "llama_bidirec", "nomic_bert", "roberta", "xlm-roberta"}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
 ALIASES = {
     "bailing_moe": "glm4_moe",

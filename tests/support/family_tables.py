@@ -15,7 +15,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import FAMILIES, TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
-from tests.support.families import CASES, make
+from tests.support.families import CASES, EMBEDDING, make
 from tests.support.family_parts import SMALL
 from tests.support.fused_launches import launches_of_layer
 from tests.support.published import PUBLISHED, published
@@ -46,7 +46,7 @@ def _small(family: str) -> Iterator[ModelConfig]:
             with TemporaryDirectory() as folder:
                 make(Path(folder), model_type, changes)
                 yield open_model_folder(Path(folder)).config
-    if family == "llama_bidirec":  # computes embeddings, which has tests of its own
+    if family in EMBEDDING:  # has tests of its own
         yield parse_config(Fields({**SMALL, "model_type": family}, "config.json"))
 
 

@@ -124,7 +124,7 @@ class LoadedModel:
             warnings.append(warning)
             warn(warning)
 
-        for text in (*dropped, *missing):
+        for text in dropped if config.bidirectional else (*dropped, *missing):
             add(text)
         runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
         spec, embedder = folder.embedding, None

@@ -36,6 +36,7 @@ GATE_TYPES = {
     ("relu2", True): 4,
     ("gelu_tanh", False): 5,
     ("swiglu_halves", True): 6,
+    ("gelu", False): 7,
 }
 
 
@@ -129,9 +130,14 @@ def native_relu_square_multiply(gate_up: Tensor) -> Tensor | Declined:
     return _gate(gate_up, "relu2")
 
 
-def native_gelu(x: Tensor) -> Tensor | Declined:
+def native_gelu_tanh(x: Tensor) -> Tensor | Declined:
     """GELU(x) by the tanh approximation."""
     return _gate(x, "gelu_tanh", gated=False)
+
+
+def native_gelu(x: Tensor) -> Tensor | Declined:
+    """GELU(x) without an approximation."""
+    return _gate(x, "gelu", gated=False)
 
 
 def native_clamped_swiglu(gate_up: Tensor) -> Tensor | Declined:

@@ -16,6 +16,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu,
     native_gelu_multiply,
+    native_gelu_tanh,
     native_layer_norm,
     native_relu_square_multiply,
     native_rms_norm,
@@ -28,6 +29,7 @@ from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.kernels.reference import (
     gelu,
     gelu_multiply,
+    gelu_tanh,
     layer_norm,
     relu_square_multiply,
     rms_norm,
@@ -88,10 +90,21 @@ def test_layer_norm_with_a_gain_of_fp32() -> None:
 def test_activations_without_or_with_another_gate(shape: tuple[int, ...]) -> None:
     x = (normal(*shape) * 2).bfloat16()
     same(native_relu_square_multiply(x), relu_square_multiply(x), 0.0)
-    found, expected = native_gelu(x), gelu(x)
+    found, expected = native_gelu_tanh(x), gelu_tanh(x)
     assert isinstance(found, Tensor)
     kept = x > -2  # torch's 1 + tanh loses values below -3, as in test_gelu
     same(found[kept], expected[kept], 0.002)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 4.0, 1e15])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_exact_gelu(dtype: torch.dtype, scale: float) -> None:
+    """Compare with fp64, also where the values of negative inputs are tiny and torch's are zero."""
+    x = (normal(7, 96) * scale).to(dtype)
+    found, exact = native_gelu(x), x.double() * torch.special.erfc(x.double() * -(0.5**0.5)) / 2
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found.double(), exact, rtol=5e-6 if dtype == torch.float32 else 2**-8, atol=1e-36)
+    torch.testing.assert_close(found.float(), gelu(x.float()), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -26,7 +26,7 @@ from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.bailing import publish_ling_1
 from tests.support.engines import whole
-from tests.support.families import ALIASES, CASES, LATER, QUICK, TOKENS, enliven, make
+from tests.support.families import ALIASES, CASES, EMBEDDING, LATER, QUICK, TOKENS, enliven, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import THOROUGH, chosen
 from tests.support.models import CPU
@@ -173,10 +173,6 @@ def test_the_first_version_of_ling_is_deepseek_moe_with_other_names(tmp_path: Pa
     with torch.no_grad():
         expected = reference(tokens).logits
     assert (whole(load_model(open_model_folder(tmp_path), CPU).model, tokens) - expected).abs().max() <= 1e-4
-
-
-# Families that compute no logits: tests of the server compare their vectors.
-EMBEDDING = {"llama_bidirec"}
 
 
 def test_every_family_has_a_case() -> None:

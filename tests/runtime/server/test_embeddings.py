@@ -12,13 +12,15 @@ import ollama
 import openai
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
 from tests.support.embedding_models import (
     PROMPTS,
+    WORD_PIECES,
     embedding_gemma,
+    encoder,
     llama_bidirectional,
     qwen3_embedding,
     qwen3_reranker,
@@ -48,7 +50,7 @@ def servers(folders: dict[str, Path]) -> Iterator[dict[str, Served]]:
 @torch.no_grad()
 def reference(folder: Path, name: str, ids: list[int]) -> torch.Tensor:
     states = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
-    x = states[-1] if name == "qwen3" else states.mean(0)
+    x = states[-1] if name == "qwen3" else states[0] if name == "encoder" else states.mean(0)
     if name == "gemma3":
         from safetensors.torch import load_file
 
@@ -89,6 +91,22 @@ def test_llama_with_bidirectional_attention(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**raw, "model_type": "llama_bidirec", "pooling": "avg"}))
     with serving(*load_fp32(folder), ServerSettings(("llama",))) as served:
         assert abs(vectors(served, ids) - expected).max() < 1e-5  # type: ignore[arg-type]  # one text as ids
+
+
+def test_bert_with_word_pieces(tmp_path: Path) -> None:
+    """An unknown character and the spelling of a control token are parts of a text like others."""
+    folder = encoder(tmp_path / "model")
+    texts = ["The cat sat, what?", "[SEP] inside ж", "x"]
+    library = AutoTokenizer.from_pretrained(folder)
+    with serving(*load_fp32(folder), ServerSettings(("bert",))) as served:
+        tokenizer = served.service.loaded.tokenizer
+        ids = [tokenizer.encode(text, add_special=True) for text in texts]
+        assert ids[0] == library(texts[0])["input_ids"] and ids[1].count(WORD_PIECES.index("[SEP]")) == 1
+        batched = vectors(served, texts)
+        for index, text in enumerate(texts):
+            assert abs(batched[index] - reference(folder, "encoder", ids[index]).numpy()).max() < 1e-5
+            assert (vectors(served, [text])[0] == batched[index]).all()
+        assert not served.service.loaded.warnings
 
 
 def test_openai_and_ollama_clients(servers: dict[str, Served]) -> None:

@@ -19,6 +19,7 @@ STRIP: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 LLAMA2 = {"type": "Sequence", "decoders": [REPLACE, BYTE, FUSE, STRIP]}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 NEVER = METASPACE | {"prepend_scheme": "never"}
+WORDS = {"type": "WordPiece", "prefix": "##", "cleanup": True}
 PIECES = ["▁", "▁▁", "a", "▁b", "é", "🎉", "<s>", "x▁y", *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
@@ -38,6 +39,16 @@ LIBRARY = {
     "metaspace": (METASPACE, decoders.Metaspace("▁", "always")),
     "metaspace-never": (NEVER, decoders.Metaspace("▁", "never")),
 }
+
+WORD_PIECES = ["a", "##b", "##", ".", "##.", "n't", "'s", "x##y", "##n't", "é", "-", ",", "do", "not", "?!"]
+
+
+@pytest.mark.parametrize("cleanup", [True, False])
+@given(ids=st.lists(st.integers(0, len(WORD_PIECES) - 1), max_size=12))
+def test_word_pieces_as_the_library(cleanup: bool, ids: list[int]) -> None:
+    pieces = Detokenizer(WORD_PIECES, frozenset(), WORDS | {"cleanup": cleanup})
+    ours = b"".join(pieces.piece(token_id, first=not at) or b"" for at, token_id in enumerate(ids))
+    assert ours.decode() == decoders.WordPiece("##", cleanup).decode([WORD_PIECES[token_id] for token_id in ids])
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -66,7 +77,7 @@ def test_hidden_and_unknown_ids_show_nothing() -> None:
     "decoder",
     [
         None,
-        {"type": "WordPiece"},
+        {"type": "WordPiece", "prefix": ""},
         {"type": "Sequence", "decoders": []},
         {"type": "Sequence", "decoders": [REPLACE, STRIP]},
         {"type": "Sequence", "decoders": [FUSE, STRIP | {"stop": 1}]},

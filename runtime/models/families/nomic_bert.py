@@ -1,0 +1,82 @@
+"""Nomic Embed 1 and 1.5, encoders which compute embeddings: BERT with rotary embedding and a gated MLP."""
+
+from dataclasses import replace
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig, llama_layer
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import LinearSpec, PositionSpec
+from mycli.runtime.utils.json_fields import Fields
+
+# Of published files, whose code derives its config from GPT-2's.
+_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "layer_norm_eps": "rms_norm_eps",
+    "max_trained_positions": "max_position_embeddings",
+    "rotary_emb_base": "rope_theta",
+}
+_NEUTRAL = {
+    "causal": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "use_rms_norm": False,
+}
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    llama, name = llama_layer(config, index), f"model.layers.{index}"
+    attention, mlp, hidden = llama.attention, llama.dense_mlp, config.hidden_size
+    before = f"model.layers.{index - 1}.norm2" if index else "emb_ln"
+    gate, up = mlp.gate_up
+    return replace(
+        llama,
+        mixer=replace(
+            attention,
+            norm=config.norm_spec(before),
+            qkv=(LinearSpec(f"{name}.attn.Wqkv", 3 * hidden, hidden),),
+            o=replace(attention.o, name=f"{name}.attn.out_proj"),
+        ),
+        mlp=replace(
+            mlp,
+            norm=config.norm_spec(f"{name}.norm1"),
+            gate_up=(replace(gate, name=f"{name}.mlp.fc12"), replace(up, name=f"{name}.mlp.fc11")),
+            down=replace(mlp.down, name=f"{name}.mlp.fc2"),
+        ),
+        normed_residual=True,
+        ignored_prefixes=("cls.", "pooler."),
+    )
+
+
+def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.renamed(raw, _KEYS)
+    if raw.values.get("hidden_act") == "swiglu":
+        raw = Fields({**raw.values, "hidden_act": "silu"}, raw.source)
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-12, dtype=raw.text("torch_dtype", "float32"))
+    if not raw.has("rope_parameters"):
+        raw = hf_config.with_defaults(raw, rope_theta=1000.0)
+    hf_config.require(raw, **_NEUTRAL)
+    fields = hf_config.common(raw, handled=("use_bidirectional_attention",), activations=hf_config.SILU)
+    types = LinearSpec("embeddings.token_type_embeddings", raw.integer("type_vocab_size", 2), fields["hidden_size"])
+    return ModelConfig(
+        **{**fields, "tie_embeddings": True},  # has no head
+        layer_norm=True,
+        norm_bias=True,
+        positions=PositionSpec(None, types),
+        final_norm=f"model.layers.{fields['layers'] - 1}.norm2",
+        stored_prefixes=(
+            ("embeddings.word_embeddings.", "model.embed_tokens."),
+            ("encoder.layers.", "model.layers."),
+        ),
+        build_layer=layer,
+        bidirectional=True,
+    )

@@ -1,0 +1,90 @@
+"""Test encoders against transformers in fp32: hidden states of texts alone and together, and the names in files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.errors import ModelError
+from mycli.runtime.layers.bidirectional import encode_texts
+from tests.support.embedding_models import encoder
+from tests.support.models import CPU
+
+TEXTS = [list(range(5, 90)), [7], [9, 8, 7, 6, 5, 9, 9], list(range(200, 233))]
+CASES = {
+    "bert": {},
+    "bert-tanh-gelu-4-types-hidden-48": {"hidden_act": "gelu_new", "type_vocab_size": 4, "hidden_size": 48},
+    "roberta": {},
+    "roberta-padding-0": {"pad_token_id": 0, "type_vocab_size": 1},
+    "xlm-roberta": {},
+    "nomic_bert": {},
+}
+
+
+def states(folder: Path, texts: list[list[int]]) -> list[Tensor]:
+    model = load_model(open_model_folder(folder), CPU).model
+    return encode_texts(model, texts, ModelRunner(model).rope(512))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_states_are_those_of_transformers_alone_and_together(case: str, tmp_path: Path) -> None:
+    model_type = "xlm-roberta" if case == "xlm-roberta" else case.split("-")[0]
+    folder = encoder(tmp_path / "model", model_type, **CASES[case])
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    together = states(folder, TEXTS)
+    for text, found in zip(TEXTS, together, strict=True):
+        expected = reference(torch.tensor([text])).last_hidden_state[0]
+        assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+        assert torch.equal(states(folder, [text])[0], found)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta"])
+def test_files_of_a_class_with_a_head_are_read(model_type: str, tmp_path: Path) -> None:
+    """Tensors have the prefix of the class there, and heads are ignored; of a classifier the head would count."""
+    folder = encoder(tmp_path / "model", model_type)
+    expected = states(folder, TEXTS)
+    AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    names = open_model_folder(folder).manifest.tensors
+    assert all(name.startswith("model.") for name in names)
+    assert all(map(torch.equal, states(folder, TEXTS), expected))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
+    with pytest.raises(ModelError, match="'BertForSequenceClassification' is not supported: it scores pairs"):
+        open_model_folder(folder)
+
+
+def test_nomic_embed_as_published(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "model", "nomic_bert")
+    expected = states(folder, TEXTS)
+    names = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    names |= {"intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    assert rope["rope_theta"] == 1000
+    published = {names.get(key, key): value for key, value in config.items() if key not in ("head_dim", "hidden_act")}
+    published |= {"activation_function": "swiglu", "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0}
+    published |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "prenorm": False, "max_trained_positions": 514}
+    (folder / "config.json").write_text(json.dumps(published))
+    assert all(map(torch.equal, states(folder, TEXTS), expected))
+    (folder / "config.json").write_text(json.dumps({**published, "qkv_proj_bias": True}))
+    with pytest.raises(ModelError, match="qkv_proj_bias"):
+        open_model_folder(folder)
+
+
+def test_parameters_and_the_longest_text(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "model", "xlm-roberta")
+    config = open_model_folder(folder).config
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    assert config.parameters() == sum(
+        tensor.numel() for name, tensor in reference.named_parameters() if not name.startswith("pooler.")
+    )
+    assert config.max_context == 512
+    model = load_model(open_model_folder(folder), CPU).model
+    assert model.nbytes == 4 * (config.parameters() - 64)  # of two token types one is in memory
