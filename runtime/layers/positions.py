@@ -1,4 +1,4 @@
-"""What encoders add to the embeddings of tokens: a table row for each position (BERT), and one for their type."""
+"""Position and type embeddings of encoders: a table row for each position (BERT), and one for the type of tokens."""
 
 from collections.abc import Sequence
 

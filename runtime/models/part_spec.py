@@ -111,9 +111,9 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class PositionSpec:
-    """What encoders add to the embedding of a token: row `first` + position of `table`, and row 0 of `types`.
+    """Tables of which encoders add rows to the embedding of a token: `first` + position of `table`, 0 of `types`.
 
-    Row 0 is that of texts that are no pair. Encoders with rotary embedding have no table.
+    Type 0 is that of texts that are no pair. Encoders with rotary embedding have no table.
     """
 
     table: LinearSpec | None

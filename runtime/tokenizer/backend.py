@@ -26,9 +26,15 @@ LONG_TEXT = 1 << 14
 
 _T = TypeVar("_T")
 _MODELS = ("BPE", "Unigram")
-_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
+_MAX_WORD = 1000  # characters of a word that WordPiece splits, which takes the square of their number
+_NORMALIZERS = frozenset(
+    ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel", "BertNormalizer")
+)
 _PRE_TOKENIZERS = frozenset(
-    ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit", "UnicodeScripts")
+    (
+        *("BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"),
+        "UnicodeScripts",
+    )
 )
 
 
@@ -165,6 +171,9 @@ def _trusted_post_processor(step: Mapping[str, Any]) -> bool:
 
 
 def _trusted_model(model: Any) -> bool:
+    if isinstance(model, dict) and model.get("type") == "WordPiece":
+        prefix, longest = model.get("continuing_subword_prefix"), model.get("max_input_chars_per_word")
+        return isinstance(prefix, str) and len(prefix) <= 8 and type(longest) is int and longest <= _MAX_WORD
     # The library slices merges by the length of the prefix, and panics with a text on the terminal if one is shorter.
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
     return (

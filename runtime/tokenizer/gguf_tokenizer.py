@@ -1,7 +1,7 @@
 """Converts the tokenizer metadata of a GGUF file to tokenizer.json and tokenizer_config.json.
 
-Supports llama.cpp's vocabularies "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, merges derived from scores) and
-"gemma4" (with stored merges). The result is checked and run like any tokenizer.json.
+Supports llama.cpp's vocabularies "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, merges derived from scores),
+"gemma4" (with stored merges) and "bert" (WordPiece). The result is checked and run like any tokenizer.json.
 """
 
 from array import array
@@ -41,7 +41,9 @@ _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>"
 _OLDER_RULES = {name: name for name in ("qwen2", "olmo", "command-r")}
 _OLDER_RULES |= {"qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2"}
 _NEOX_TOKENS = 51200  # at most, padded
-_SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
+_SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4, WordPiece (bert)"
+# BERT's tokens around a text, by the keys of their ids, of which the first is newer.
+_BERT_ENDS: Mapping[str, Sequence[str]] = {"[CLS]": ("cls", "bos"), "[SEP]": ("seperator", "eos")}
 
 
 def ggml_key(name: str) -> str:
@@ -255,6 +257,53 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
+def _word_piece(metadata: Fields) -> dict[str, Any]:
+    tokens, types = read_tokens(metadata)
+    # Control tokens are stored as they are, in older files all in brackets; of the others those that begin a word are
+    # marked in place of those that continue one.
+    types = [
+        CONTROL if text[:1] == "[" and text[1:].endswith("]") else kind
+        for text, kind in zip(tokens, types, strict=True)
+    ]
+    spelled = [
+        text if kind in (CONTROL, UNUSED) else text[1:] if text.startswith(_SPACE) else f"##{text}"
+        for text, kind in zip(tokens, types, strict=True)
+    ]
+    vocabulary = _vocabulary(metadata, spelled, types)
+    ends = []
+    for text, keys in _BERT_ENDS.items():
+        ids = (token_id(metadata, key, len(tokens)) for key in keys)
+        index = next((index for index in ids if index is not None), vocabulary.get(text))
+        if index is None:
+            raise metadata.fail(ggml_key(f"{keys[0]}_token_id"), f"is missing, and there is no token {text}")
+        ends.append({"id": spelled[index], "ids": [index], "tokens": [spelled[index]]})
+    first, last = ({"SpecialToken": {"id": end["id"], "type_id": 0}} for end in ends)
+    pieces = [first, {"Sequence": {"id": "A", "type_id": 0}}, last]
+    # No key says whether a model is cased, but only the tokens of one that is have capitals.
+    lower = not any(kind == NORMAL and text != text.lower() for text, kind in zip(spelled, types, strict=True))
+    unknown = token_id(metadata, "unknown", len(tokens))
+    return {
+        "added_tokens": added_tokens(spelled, types),
+        "normalizer": {
+            **{"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None},
+            "lowercase": lower,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            **{"type": "TemplateProcessing", "single": pieces, "pair": pieces},
+            "special_tokens": {end["id"]: end for end in ends},
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]" if unknown is None else spelled[unknown],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocabulary,
+        },
+    }
+
+
 def tokenizer_json(metadata: Fields) -> dict[str, Any]:
     """Return the tokenizer.json for the metadata. Raises ModelError with the key at fault."""
     kind = metadata.text(ggml_key("model"))
@@ -262,6 +311,8 @@ def tokenizer_json(metadata: Fields) -> dict[str, Any]:
         sections = _byte_level(metadata)
     elif kind in ("llama", "gemma4"):
         sections = _sentencepiece(metadata, metadata.text("general.architecture"))
+    elif kind == "bert":
+        sections = _word_piece(metadata)
     else:
         raise metadata.fail(ggml_key("model"), f"{kind!r} is a tokenizer that is not supported", _SUPPORTED)
     return {"version": "1.0", "truncation": None, "padding": None, **sections}

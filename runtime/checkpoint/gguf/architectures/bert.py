@@ -1,0 +1,49 @@
+"""BERT, RoBERTa and XLM-RoBERTa encoders, whose tables of positions begin with the first token's; read alone."""
+
+from collections.abc import Mapping
+
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, Architecture, Config
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
+from mycli.runtime.checkpoint.safetensors_header import damaged
+
+
+def _rows(model: GgufModel, tables: Mapping[str, str]) -> Config:
+    rows: Config = {}
+    for field, name in tables.items():
+        table = model.tensors.get(name)
+        if table is None or len(table.shape) != 2:
+            raise damaged(f"{name} is not a matrix of the file")
+        rows[field] = table.shape[0]
+    return rows
+
+
+def encoder_config(model: GgufModel, activation: str, **tables: str) -> Config:
+    """Return the config fields of an encoder; tables: by field, the tensor whose rows are its value."""
+    return {"hidden_act": activation, "use_bidirectional_attention": True, **_rows(model, tables)}
+
+
+ARCHITECTURE = Architecture(
+    name="bert",
+    model_type="bert",
+    layer_tensors={
+        "attn_q": TensorRule("attention.self.query"),
+        "attn_k": TensorRule("attention.self.key"),
+        "attn_v": TensorRule("attention.self.value"),
+        "attn_output": TensorRule("attention.output.dense"),
+        "attn_output_norm": TensorRule("attention.output.LayerNorm"),
+        "ffn_up": TensorRule("intermediate.dense"),
+        "ffn_down": TensorRule("output.dense"),
+        "layer_output_norm": TensorRule("output.LayerNorm"),
+    },
+    model_tensors={
+        "token_embd": TensorRule("model.embed_tokens"),
+        "token_embd_norm": TensorRule("model.embeddings.LayerNorm"),
+        "position_embd": TensorRule("model.embeddings.position_embeddings"),
+        "token_types": TensorRule("model.embeddings.token_type_embeddings"),
+    },
+    epsilon=LAYER_NORM_EPSILON,
+    read_config=lambda model, config: encoder_config(
+        model, "gelu", max_position_embeddings="position_embd.weight", type_vocab_size="token_types.weight"
+    ),
+)

@@ -1,0 +1,113 @@
+"""Test GGUF files of encoders: names of the gguf library, keys and vocabulary as llama.cpp's converter writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.engine.replies.embedder import Embedder
+from mycli.runtime.errors import ModelError
+from mycli.runtime.layers.bidirectional import encode_texts
+from tests.support.embedding_models import WORD_PIECES, encoder
+from tests.support.models import CPU
+
+TEXT = "The cat sat, what? ЖÉ"
+CONTROL, NORMAL = 3, 1
+
+
+def word_pieces(older: bool = False, **settings: Any) -> dict[str, Any]:
+    """Return the vocabulary with the beginnings of words marked; older files name the ends of a text otherwise."""
+    tokens = [
+        text if text in WORD_PIECES[:5] else text[2:] if text.startswith("##") else f"▁{text}" for text in WORD_PIECES
+    ]
+    ends = ("bos", "eos") if older else ("cls", "seperator")
+    ids = {f"tokenizer.ggml.{ends[0]}_token_id": "[CLS]", f"tokenizer.ggml.{ends[1]}_token_id": "[SEP]"}
+    ids |= {"tokenizer.ggml.unknown_token_id": "[UNK]"}
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [NORMAL if older else CONTROL] * 5 + [NORMAL] * (len(tokens) - 5),
+        **{key: WORD_PIECES.index(text) for key, text in ids.items()},
+        **settings,
+    }
+
+
+def write(folder: Path, path: Path, arch: str, pooling: int, keys: dict[str, Any]) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    names = gguf.get_tensor_name_map(
+        {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config["num_hidden_layers"]
+    )
+    first = 2 if config["model_type"] == "xlm-roberta" else 0
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config["max_position_embeddings"] - first)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    if arch == "nomic-bert":
+        writer.add_rope_freq_base(1000.0)
+    for key, value in keys.items():
+        {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)](key, value)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.startswith("pooler."):
+            continue
+        assert stored is not None, name
+        writer.add_tensor(stored, tensor[first:].numpy() if "position" in name else tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def vector(opened: ModelFolder, tokens: list[int]) -> Tensor:
+    runner = load_model(opened, CPU)
+    assert opened.embedding is not None
+    states = encode_texts(runner.model, [tokens], runner.rope(len(tokens)))[0]
+    return Embedder(opened.embedding, opened.config.hidden_size).vector(states)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "arch", "pooling", "older"),
+    [("bert", "bert", 2, False), ("xlm-roberta", "bert", 2, True), ("nomic_bert", "nomic-bert", 1, False)],
+    ids=["bert", "positions-from-2-older", "nomic-bert"],
+)
+def test_encoders_have_the_vectors_and_tokens_of_their_folder(
+    model_type: str, arch: str, pooling: int, older: bool, tmp_path: Path
+) -> None:
+    folder = encoder(tmp_path / "hf", model_type, "cls_token" if pooling == 2 else "mean_tokens")
+    original = open_model_folder(folder)
+    opened = open_model_folder(write(folder, tmp_path / "a.gguf", arch, pooling, word_pieces(older)))
+    tokens = opened.tokenizer().encode(TEXT, add_special=True)
+    assert tokens == original.tokenizer().encode(TEXT, add_special=True)
+    assert tokens[0] == WORD_PIECES.index("[CLS]") and WORD_PIECES.index("[UNK]") in tokens
+    torch.testing.assert_close(vector(opened, tokens), vector(original, tokens), rtol=1e-5, atol=1e-6)
+    assert opened.config.max_context == original.config.max_context
+
+
+def test_a_vocabulary_with_capitals_is_cased(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "hf")
+    tokens = word_pieces()["tokenizer.ggml.tokens"]
+    keys = word_pieces(**{"tokenizer.ggml.tokens": [*tokens[:-1], "T"]})
+    tokenizer = open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 2, keys)).tokenizer()
+    assert tokenizer.encode("aT", add_special=False) == [WORD_PIECES.index("a"), len(tokens) - 1]
+
+
+def test_files_without_tokens_around_a_text_are_refused(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "hf")
+    keys = {key: value for key, value in word_pieces().items() if "seperator" not in key}
+    keys["tokenizer.ggml.tokens"] = [text.replace("[SEP]", "[END]") for text in keys["tokenizer.ggml.tokens"]]
+    with pytest.raises(ModelError, match=r"seperator_token_id is missing, and there is no token \[SEP\]"):
+        open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 2, keys)).tokenizer()
