@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.tokenizer.charsmap import is_sound
 from mycli.runtime.tokenizer.split_patterns import KNOWN_PATTERNS
 from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
@@ -147,6 +148,8 @@ def _trusted_normalizer(step: Mapping[str, Any]) -> bool:
         source = pattern.get("String") if isinstance(pattern, dict) else None
         # A replacement no longer than its pattern cannot make the text grow, however many are chained.
         return isinstance(source, str) and 0 < len(source) >= len(str(step.get("content")))
+    if step.get("type") == "Precompiled":
+        return is_sound(step.get("precompiled_charsmap"))
     return step.get("type") in _NORMALIZERS
 
 

@@ -5,6 +5,7 @@ Supports llama.cpp's vocabularies "gpt2" (byte-level BPE), "llama" (SentencePiec
 """
 
 from array import array
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,9 +42,8 @@ _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>"
 _OLDER_RULES = {name: name for name in ("qwen2", "olmo", "command-r")}
 _OLDER_RULES |= {"qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2"}
 _NEOX_TOKENS = 51200  # at most, padded
-_SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4, WordPiece (bert)"
-# BERT's tokens around a text, by the keys of their ids, of which the first is newer.
-_BERT_ENDS: Mapping[str, Sequence[str]] = {"[CLS]": ("cls", "bos"), "[SEP]": ("seperator", "eos")}
+_SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4, WordPiece (bert), Unigram of BERT"
+_ENDS = (("cls", "bos"), ("seperator", "eos"))  # keys of an encoder's tokens around a text; the first is newer
 
 
 def ggml_key(name: str) -> str:
@@ -257,6 +257,47 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
+def _between_ends(metadata: Fields, tokens: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+    # The post-processor of an encoder; texts: of its tokens around a text, where the file does not say their ids.
+    special, pieces = {}, []
+    for text, keys in zip(texts, _ENDS, strict=True):
+        ids = (token_id(metadata, key, len(tokens)) for key in keys)
+        index = next((index for index in ids if index is not None), None)
+        if index is None and text not in tokens:
+            raise metadata.fail(ggml_key(f"{keys[0]}_token_id"), f"is missing, and there is no token {text}")
+        index = tokens.index(text) if index is None else index
+        special[tokens[index]] = {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]}
+        pieces.append({"SpecialToken": {"id": tokens[index], "type_id": 0}})
+    pieces.insert(1, {"Sequence": {"id": "A", "type_id": 0}})
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
+
+
+def _unigram(metadata: Fields) -> dict[str, Any]:
+    tokens, types = read_tokens(metadata)
+    scores = _numbers(metadata, "scores", len(tokens), float)
+    unknown = token_id(metadata, "unknown", len(tokens))
+    if unknown is None:
+        unknown = types.index(UNKNOWN) if UNKNOWN in types else None
+    charsmap = metadata.values.get(ggml_key("precompiled_charsmap"))
+    if charsmap is not None and not (isinstance(charsmap, array) and charsmap.itemsize == 1):
+        raise metadata.fail(ggml_key("precompiled_charsmap"), "is not a list of bytes")
+    prefix = "always" if metadata.boolean(ggml_key("add_space_prefix"), True) else "never"
+    spaces = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": prefix, "split": True}
+    single = [{"type": "WhitespaceSplit"}] if metadata.boolean(ggml_key("remove_extra_whitespaces"), False) else []
+    encoded = None if charsmap is None else b64encode(charsmap.tobytes()).decode()
+    return {
+        "added_tokens": added_tokens(tokens, types),
+        "normalizer": None if encoded is None else {"type": "Precompiled", "precompiled_charsmap": encoded},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*single, spaces]},
+        "post_processor": _between_ends(metadata, tokens, ("<s>", "</s>")),
+        "decoder": spaces,
+        "model": {
+            **{"type": "Unigram", "unk_id": unknown, "byte_fallback": False},
+            "vocab": [list(pair) for pair in zip(tokens, scores, strict=True)],
+        },
+    }
+
+
 def _word_piece(metadata: Fields) -> dict[str, Any]:
     tokens, types = read_tokens(metadata)
     # Control tokens are stored as they are, in older files all in brackets; of the others those that begin a word are
@@ -270,15 +311,6 @@ def _word_piece(metadata: Fields) -> dict[str, Any]:
         for text, kind in zip(tokens, types, strict=True)
     ]
     vocabulary = _vocabulary(metadata, spelled, types)
-    ends = []
-    for text, keys in _BERT_ENDS.items():
-        ids = (token_id(metadata, key, len(tokens)) for key in keys)
-        index = next((index for index in ids if index is not None), vocabulary.get(text))
-        if index is None:
-            raise metadata.fail(ggml_key(f"{keys[0]}_token_id"), f"is missing, and there is no token {text}")
-        ends.append({"id": spelled[index], "ids": [index], "tokens": [spelled[index]]})
-    first, last = ({"SpecialToken": {"id": end["id"], "type_id": 0}} for end in ends)
-    pieces = [first, {"Sequence": {"id": "A", "type_id": 0}}, last]
     # No key says whether a model is cased, but only the tokens of one that is have capitals.
     lower = not any(kind == NORMAL and text != text.lower() for text, kind in zip(spelled, types, strict=True))
     unknown = token_id(metadata, "unknown", len(tokens))
@@ -289,10 +321,7 @@ def _word_piece(metadata: Fields) -> dict[str, Any]:
             "lowercase": lower,
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            **{"type": "TemplateProcessing", "single": pieces, "pair": pieces},
-            "special_tokens": {end["id"]: end for end in ends},
-        },
+        "post_processor": _between_ends(metadata, spelled, ("[CLS]", "[SEP]")),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
@@ -313,6 +342,8 @@ def tokenizer_json(metadata: Fields) -> dict[str, Any]:
         sections = _sentencepiece(metadata, metadata.text("general.architecture"))
     elif kind == "bert":
         sections = _word_piece(metadata)
+    elif kind == "t5" and metadata.text("general.architecture") == "bert":
+        sections = _unigram(metadata)
     else:
         raise metadata.fail(ggml_key("model"), f"{kind!r} is a tokenizer that is not supported", _SUPPORTED)
     return {"version": "1.0", "truncation": None, "padding": None, **sections}

@@ -23,6 +23,9 @@ def special(name: str) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": name}}], "special_tokens": {"<s>": {}}}
 
 
+WORDS = {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -32,6 +35,7 @@ def special(name: str) -> dict[str, Any]:
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")]}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(String=" "), {"type": "ByteLevel"}]}},
         {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, special("<s>")]}},
+        {"normalizer": {"type": "BertNormalizer"}, "pre_tokenizer": {"type": "BertPreTokenizer"}, "model": WORDS},
     ],
 )
 def test_tame(values: dict[str, Any]) -> None:
@@ -57,6 +61,7 @@ def test_tame(values: dict[str, Any]) -> None:
         pytest.param({"post_processor": special("</s>")}, id="C2-missing-template-token"),
         pytest.param({"model": {"type": "BPE", "continuing_subword_prefix": "#" * 13}}, id="S9-prefix"),
         pytest.param({"model": {"type": "WordPiece"}}, id="S9-model"),
+        pytest.param({"model": WORDS | {"max_input_chars_per_word": 10**6}}, id="slow-words"),
         pytest.param({"model": ["BPE"]}, id="S9-no-model"),
     ],
 )

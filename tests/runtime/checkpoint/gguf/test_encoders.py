@@ -58,7 +58,8 @@ def write(folder: Path, path: Path, arch: str, pooling: int, keys: dict[str, Any
     if arch == "nomic-bert":
         writer.add_rope_freq_base(1000.0)
     for key, value in keys.items():
-        {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)](key, value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.startswith("pooler."):
@@ -95,6 +96,29 @@ def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     assert tokens[0] == WORD_PIECES.index("[CLS]") and WORD_PIECES.index("[UNK]") in tokens
     torch.testing.assert_close(vector(opened, tokens), vector(original, tokens), rtol=1e-5, atol=1e-6)
     assert opened.config.max_context == original.config.max_context
+
+
+def test_a_unigram_vocabulary(tmp_path: Path) -> None:
+    """As of BGE-M3: scores decide, and a map of characters comes first; this one has no entry."""
+    folder = encoder(tmp_path / "hf", "xlm-roberta")
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), ("▁the", -1.0), ("c", -4.0)]
+    pieces += [("at", -2.0), ("a", -3.0), ("t", -3.0), ("▁c", -2.5)]
+    empty = (4 * 256).to_bytes(4, "little") + bytes(4 * 256)  # a trie whose letters all differ from the text's
+    keys = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [text for text, _ in pieces],
+        "tokenizer.ggml.scores": [score for _, score in pieces],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [NORMAL] * (len(pieces) - 4),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.precompiled_charsmap": empty,
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+    }
+    tokenizer = open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 2, keys)).tokenizer()
+    assert tokenizer.encode("the  cat ж", add_special=True) == [0, 5, 10, 7, 4, 3, 2]
+    assert tokenizer.decode([0, 5, 10, 7, 2]) == "the cat"
 
 
 def test_a_vocabulary_with_capitals_is_cased(tmp_path: Path) -> None:
