@@ -198,6 +198,6 @@ def _gather(
         eos=eos,
         template=template,
         record=read_object(record, MAX_RECORD_BYTES) if record.exists() else None,
-        warnings=tuple([*warnings, *invalid]),
+        warnings=tuple(warnings if config.bidirectional else [*warnings, *invalid]),
         remote=remote,
     )

@@ -20,6 +20,7 @@ from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.utils.json_fields import Fields
 from tests.support import gguf_files
+from tests.support.embedding_models import encoder
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO
 
@@ -51,6 +52,11 @@ def test_pico() -> None:
     info = read_model_info(Source("pico", PICO))
     assert info.config.parameters() == 5_770_496 and info.bits_per_weight == 16.0 and info.scheme == "bfloat16"
     assert info.eos and info.template and info.record is None and not info.warnings
+
+
+def test_an_encoder_has_no_end_of_a_reply_to_warn_of(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "model")
+    assert not read_model_info(resolve(str(folder))).warnings
 
 
 def test_a_hub_is_asked_for_headers_only(server: HubServer, tmp_path: Path) -> None:
