@@ -195,7 +195,6 @@ REASONS: Mapping[str, str] = {
     "linear-bias": "{linear} has a bias",
     "streamed-experts": "not all experts are in memory",
     "packed-router": "{linear} is not one dense product",
-    "shared-expert-packing": "{linear} is packed differently from the other experts",
     "layer-recurrent": "some layers have a recurrent state instead of keys and values",
     "bidirectional": "every token attends to the whole text: the model computes embeddings and has no cache",
     "latent-attention": "some layers have latent attention",

@@ -76,6 +76,7 @@ class Case:
     family: str = ""  # a published model, whose configuration `changes` shrinks
     padding: int = 0  # rows of padding after the new tokens of each sequence
     dense: str = ""  # linears with this in their name have 16 bits
+    eight: str = ""  # linears with this in their name have 8 bits
 
     def __str__(self) -> str:
         options = self.family or "-".join(f"{key}{value}" for key, value in self.changes.items())
@@ -84,6 +85,7 @@ class Case:
         options += f"-blocks{self.block}" * (self.block < CAPACITY)
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
         flags += f"-padded{self.padding}" * (self.padding > 0) + f"-dense-{self.dense}" * bool(self.dense)
+        flags += f"-eight-{self.eight}" * bool(self.eight)
         group = "" if self.group == 32 else f"-g{self.group}"
         return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
 
@@ -118,7 +120,8 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             gain = 1 + 0.2 * torch.randn(ours.weight.shape, generator=drawing)
             ours.weight = theirs.weight = (gain if ours.spec.fp32_gain else gain.half()).to(device)
         elif isinstance(ours, Linear) and isinstance(theirs, Linear):
-            weight = packed(ours.out_features, ours.in_features, case.bits, case.group, drawing)
+            bits = 8 if case.eight and case.eight in ours.specs[0].name else case.bits
+            weight = packed(ours.out_features, ours.in_features, bits, case.group, drawing)
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.replace(dequantize(weight))
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
@@ -181,6 +184,10 @@ MIXED = [
         experts=MoeLayers(6, RoutingSpec(2, True, "sigmoid", epsilon=0.1), 64, _UNGATED, shared=96),
     ),
     Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=MoeLayers(3, RoutingSpec(3, False), 64)),
+    # Shared experts, or all products down, in another packing than the other products.
+    Case({"layers": 1}, new=2, eight="shared_expert.", experts=MoeLayers(5, RoutingSpec(2, True), 64, shared=96)),
+    Case({"layers": 1}, sequences=9, dense="shared_expert.", experts=MoeLayers(5, RoutingSpec(2, True), 64, shared=96)),
+    Case({"layers": 1}, new=2, eight="down_proj", experts=MoeLayers(5, RoutingSpec(2, True), 64, shared=96)),
 ]
 # Norms after parts and with 1 + w, softcaps, GELU, scaled embeddings and scores; sliding windows with separate rotary
 # embeddings; interleaved and partial rotary embeddings; layers without them; norms over all heads and no norm before

@@ -127,7 +127,7 @@ def _dense_mlp(mlp: Mlp, chip: Chip) -> _DenseMlp | Declined:
     return _DenseMlp(norm, products["down"], _residual(mlp, mlp.down), activation)
 
 
-def _mixture(experts: Experts) -> FusedMixture | Declined:
+def _mixture(experts: Experts, chip: Chip) -> FusedMixture | Declined:
     if isinstance(experts, StreamedExperts):
         return Declined("streamed-experts")
     every = range(len(experts.spec.experts))
@@ -140,15 +140,15 @@ def _mixture(experts: Experts) -> FusedMixture | Declined:
     router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
     if not isinstance(router, DenseMatmul) or not isinstance(gate, DenseMatmul | None):
         return Declined("packed-router", {"linear": experts.spec.router.name})
-    shared = None
-    if (shared_mlp := experts.shared) is not None:
-        first, shared_gate_up, shared_down = gate_up.weights[0], _packed(shared_mlp.gate_up), _packed(shared_mlp.down)
-        alike = isinstance(first, TritonMatmul) and shared_gate_up and shared_gate_up.packing == first.packing
-        if shared_gate_up is None or shared_down is None or not alike:
-            return Declined("shared-expert-packing", {"linear": shared_mlp.gate_up.specs[0].name})
-        shared = SharedExpert(shared_gate_up, shared_down, None if gate is None else gate.dequantize())
     assert experts.norm is not None  # checked by `_decline_experts`
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
+    shared = None
+    if experts.shared is not None:
+        products = _products({"gate_up": experts.shared.gate_up, "down": experts.shared.down}, chip)
+        if isinstance(products, Declined):
+            return products
+        dense_gate = None if gate is None else gate.dequantize()
+        shared = SharedExpert.after(norm, products["gate_up"], products["down"], dense_gate)
     route = FusedRouter(router.dequantize(), experts.router.bias, experts.spec.routing, experts.correction)
     kind = experts.spec.activation
     clamped, alternating = kind != "silu", kind == "swiglu_clamped"
@@ -179,7 +179,7 @@ def _layer(block: Block, chip: Chip) -> _Layer | Declined:
     products = _products({"qkv": attention.qkv, "o": attention.o}, chip)
     if isinstance(products, Declined):
         return products
-    second = _mixture(mlp) if isinstance(mlp, Experts) else _dense_mlp(mlp, chip)
+    second = _mixture(mlp, chip) if isinstance(mlp, Experts) else _dense_mlp(mlp, chip)
     if isinstance(second, Declined):
         return second
     return _Layer(

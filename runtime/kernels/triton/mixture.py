@@ -21,11 +21,13 @@ from mycli.runtime.kernels.triton.residual import (
     Norm,
     Residual,
     add,
+    embed,
     load_gain,
     residual_arguments,
     store_sum,
 )
 from mycli.runtime.kernels.triton.split_k import add_parts
+from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.experts_spec import RoutingSpec
 
 # The norm's operand feeds the first product of all experts; the router reads the same norm rounded as the plain pass
@@ -201,17 +203,36 @@ def combine(
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """The expert that every token goes through; gate: [1, size], dense. `gate_up` is packed like the other experts."""
+    """The expert that every token goes through; gate: [1, size], dense.
 
-    gate_up: TritonMatmul
-    down: TritonMatmul
+    norm, rows: the norm before `gate_up` and the numbers of the rows, int64, where `gate_up` is packed otherwise than
+    the other experts and reads an operand of its own.
+    """
+
+    gate_up: FewRowsProduct
+    down: FewRowsProduct
     gate: Tensor | None
+    norm: Norm | None = None
+    rows: Tensor | None = None
 
-    def parts(self, normed: Activation, dtype: torch.dtype) -> Tensor:
-        """Return split-K parts fp32 [parts, tokens, size] from the norm's operand of any tile."""
+    @classmethod
+    def after(cls, norm: Norm, gate_up: FewRowsProduct, down: FewRowsProduct, gate: Tensor | None) -> "SharedExpert":
+        """Return the shared expert after `norm`, whose product is the other experts'."""
+        first = norm.product
+        if isinstance(first, TritonMatmul) and isinstance(gate_up, TritonMatmul) and first.packing == gate_up.packing:
+            return cls(gate_up, down, gate)
+        assert norm.gain is not None  # experts have a norm before them
+        rows = torch.arange(MOST_ROWS, device=norm.gain.device)
+        return cls(gate_up, down, gate, replace(norm, product=gate_up), rows)
+
+    def parts(self, normed: Activation, stream: Tensor) -> Tensor:
+        """Return split-K parts fp32 [parts, tokens, size] from the stream and its norm, an operand of any tile."""
         down = self.down
+        if self.norm is not None and self.rows is not None:
+            # The launch that writes the first stream and operand of a pass, with the stream as its table.
+            _, normed = embed(self.rows[: len(stream)], stream, self.norm)
         gate_up = self.gate_up.partial(normed)
-        return down.partial(activate_parts(gate_up, dtype, down, down.tile(gate_up.shape[1])))
+        return down.partial(activate_parts(gate_up, stream.dtype, down, down.tile(gate_up.shape[1])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +294,6 @@ class FusedMixture:
         gate_up = first.partial(normed, routed=self.gate_up.rows(route.starts, route.tokens, count))
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share), self.activation, route.starts)
         outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))
-        shared = None if self.shared is None else self.shared.parts(normed, stream.dtype)
+        shared = None if self.shared is None else self.shared.parts(normed, stream)
         gates = None if gate is None else scores[:, experts:]
         return combine(outputs, route, last, stream, following, shared, gates, self.residual, self.down_bias)
