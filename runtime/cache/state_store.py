@@ -3,7 +3,7 @@
 A pass over draft tokens does not change the states: updates are queued until the number of accepted tokens is known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from mycli.runtime.models.config import ModelConfig
 
 CommitTokens = Callable[[int], None]  # advances one layer's state by the first n tokens of a pass
+CommitPass = Callable[[Mapping[int, int]], None]  # advances all layers' states, by slot by the first n tokens
 
 
 class StateStore:
@@ -25,6 +26,9 @@ class StateStore:
         }
         self.recurrent = bool(self._layers)  # whether any layer has a state
         self._deferred: dict[int, list[CommitTokens]] = {}  # by slot
+        self._commit_pass: CommitPass | None = None
+        self._undecided: set[int] = set()  # slots of that pass whose number of accepted tokens is not known
+        self._accepted: dict[int, int] = {}  # by slot, where it is
 
     @property
     def nbytes(self) -> int:
@@ -39,6 +43,7 @@ class StateStore:
                 tensor[slot].zero_()
 
     def copy(self, source: int, target: int) -> None:
+        self._commit_accepted()
         for states in self._layers.values():
             for tensor in states:
                 tensor[target] = tensor[source]
@@ -48,6 +53,7 @@ class StateStore:
         return self.nbytes // max(self.slots, 1)
 
     def read_bytes(self, slot: int) -> bytes:
+        self._commit_accepted()
         parts = (tensor[slot] for states in self._layers.values() for tensor in states)
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
@@ -63,7 +69,31 @@ class StateStore:
         """Queue the update of one layer's state in `slot`, which the last pass left unchanged."""
         self._deferred.setdefault(slot, []).append(commit)
 
+    def defer_pass(self, slots: Iterable[int], commit: CommitPass) -> None:
+        """Queue the update of all layers' states in `slots`, which the last pass left unchanged.
+
+        `commit` runs once all these slots are committed, or earlier for some slots if a state is read.
+        """
+        self._commit_pass, self._undecided, self._accepted = commit, set(slots), {}
+
     def commit_drafts(self, slot: int, count: int) -> None:
         """Advance the slot's states by the first `count` tokens of the last draft pass; discard the rest."""
         for commit in self._deferred.pop(slot, ()):
             commit(count)
+        if slot in self._undecided:
+            self._undecided.remove(slot)
+            self._accepted[slot] = count
+            if not self._undecided:
+                self._commit_accepted()
+                self._commit_pass = None
+
+    def discard_drafts(self) -> None:
+        """Drop updates that were queued and never committed, as after a pass that was interrupted."""
+        self._commit_accepted()
+        self._deferred.clear()
+        self._commit_pass, self._undecided, self._accepted = None, set(), {}
+
+    def _commit_accepted(self) -> None:
+        accepted, self._accepted = self._accepted, {}
+        if self._commit_pass is not None and any(accepted.values()):
+            self._commit_pass(accepted)

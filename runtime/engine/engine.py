@@ -258,6 +258,7 @@ class Engine:
         """Run a pass over the scheduled sequences and sample for those that are computed to their end."""
         drafted = self._sampler.propose(scheduled)
         chunks = [part.chunk(drafted.get(part.sequence.id, [])) for part in scheduled]
+        self.cache.states.discard_drafts()
         logits = self._sampler.compute(scheduled, chunks)
         samples: list[tuple[ScheduledSequence, range]] = []
         groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []

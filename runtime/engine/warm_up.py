@@ -7,6 +7,7 @@ compiled kernels on disk, so that a later process only loads them.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from mycli.runtime.cache.batch import Chunk
@@ -60,17 +61,18 @@ def warm_up_passes(
         report(done, len(runs))
         for _ in range(_TIMES):
             run()
+    engine.cache.states.discard_drafts()
     report(len(runs), len(runs))
     return len(runs)
 
 
 def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
     running = min(engine.scheduler.limits.running, MOST_ROWS)
-    # No captured pass takes drafts of a model with recurrent states.
-    drafted = engine.speculator is not None and not engine.runner.config.has_recurrent
+    # No captured pass returns the hidden states that an MTP head reads.
+    drafted = engine.speculator is not None and engine.speculator.hidden_state_hook(()) is None
     for padded, new in decode_shapes(running, drafted):
         if new <= engine.context:
-            yield [_chunk(engine, new, new, slot) for slot in range(min(padded, running))]
+            yield [replace(_chunk(engine, new, new, slot), drafted=new - 1) for slot in range(min(padded, running))]
 
 
 def _prompts(engine: Engine) -> Iterator[list[Chunk]]:

@@ -161,15 +161,17 @@ def captured_bytes(plan: MemoryPlan) -> int:
     unread = plan.kv == "int4" and (latent or plan.config.head_dim not in FUSED_INT4_HEADS)
     if not plan.gpu or unread:
         return 0
-    from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, graph_bytes
+    from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, draft_rows, graph_bytes
 
-    # Drafts of models with recurrent states are not captured.
-    drafted = plan.draft is not None and not plan.config.has_recurrent
-    rows = [sequences * new for sequences, new in decode_shapes(plan.running or plan.batch, drafted)]
+    running, drafted = plan.running or plan.batch, plan.drafts or plan.draft is not None
+    rows = [sequences * new for sequences, new in decode_shapes(running, drafted)]
+    # Of drafts, what advances recurrent states is held until the number of accepted tokens is known.
+    held = sum(spec.recurrent.draft_values() for spec in specs if spec.recurrent is not None and drafted)
+    held *= draft_rows(running)
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
     logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)
-    return graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest)
+    return graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest) + held * plan.value_bytes
 
 
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:

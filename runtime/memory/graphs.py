@@ -51,6 +51,13 @@ def decode_shapes(sequences: int, drafted: bool) -> list[tuple[int, int]]:
     return shapes
 
 
+def draft_rows(sequences: int) -> int:
+    """Return the most tokens, padding included, of a captured pass over drafts of up to this many sequences."""
+    # A draft of `DRAFT_ROWS` tokens follows a sampled one: such a pass is padded to the next number of a prompt.
+    longest = next(count for count in TOKEN_BUCKETS if count > DRAFT_ROWS)
+    return min((padded_sequences(sequences) or MOST_ROWS) * longest, MOST_ROWS)
+
+
 def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int) -> int:
     """Return the bytes of graphs with these `rows`, of those of prompts, and of their pools.
 

@@ -101,6 +101,10 @@ class DeltaNetSpec:
         exact = 2 * 2 * self.key_heads * self.key_dim
         return projected + self.convolution.channels + exact + 2 * self.out.in_features + self.out.out_features
 
+    def draft_values(self) -> int:
+        """Return the number of values per drafted token that are held until it is accepted, for the memory model."""
+        return sum(linear.out_features for linear in (*self.projections, *self.gates))
+
     def training_values(self) -> int:
         """Return the number of values per token of a forward and backward pass."""
         # Forward values and their gradients, the convolution's products, and per head a share of six [64, 64] matrices
@@ -172,6 +176,10 @@ class KimiDeltaSpec:
         projected = sum(linear.out_features for linear in linears) + self.heads + self.width
         return projected + self.convolution.channels + 2 * 3 * self.width + 2 * self.width + self.out.out_features
 
+    def draft_values(self) -> int:
+        """As for `DeltaNetSpec`."""
+        return sum(linear.out_features for linear in self.projections) + self.heads + self.width
+
     def training_values(self) -> int:
         """Return the number of values per token of a forward and backward pass."""
         # As for `DeltaNetSpec`, with a decay of each channel for the pairs of tokens of a chunk of 16, four times.
@@ -214,6 +222,9 @@ class ShortConvSpec:
 
     def forward_values(self) -> int:
         return 6 * self.convolution.channels + self.out.out_features  # B, C, x, B * x, convolved, gated
+
+    def draft_values(self) -> int:
+        return self.convolution.channels
 
     def training_values(self) -> int:
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels
@@ -288,6 +299,9 @@ class MambaSpec:
         # Projected, convolved, B, C and steps in fp32, read from the state, gated, projected.
         exact = 2 * (2 * self.groups * self.state_dim + 2 * self.heads)
         return self.projection.out_features + self.convolution.channels + exact + 2 * self.inner + self.out.out_features
+
+    def draft_values(self) -> int:
+        return self.projection.out_features
 
     def training_values(self) -> int:
         """Return the number of values per token of a forward and backward pass."""

@@ -7,8 +7,9 @@ padded number of sequences and tokens; it is captured the second time that such 
 tables are copied into its buffers before each replay, so sequences may come, go and lie anywhere in the cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
 from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_capture
+from mycli.runtime.engine.passes.device_sequences import advance_by_drafts
 from mycli.runtime.engine.passes.gate import TOLERANCE, compare_logits, difference, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import (
     Capture,
@@ -34,7 +36,7 @@ from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences, padded_tokens
+from mycli.runtime.memory.graphs import MOST_GRAPHS, MOST_ROWS, padded_sequences, padded_tokens
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
@@ -44,21 +46,23 @@ if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every
 
 _CHECKED_ROWS = 8  # the comparison at load covers passes of up to 8 rows; wider ones use other tiles
 _Shape = tuple[int, int, bool]  # padded number of sequences, new tokens of each, whether some are padding
+_Kind = tuple[_Shape, bool, bool]  # whether only last logits are computed, whether states wait for accepted drafts
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured pass with the buffers that it reads."""
+    """A captured pass with the buffers that it reads; `commit` advances states by accepted drafts."""
 
     inputs: StepInput
     replay: Launches
+    commit: Launches | None
 
 
 @dataclass(frozen=True)
 class _CacheGraphs:
-    # By shape and whether only last logits are computed, least recently used first; None after the first pass of one.
+    # By kind of pass, least recently used first; None after the first pass of one.
     rope: Rope  # graphs hold the addresses of its tables
-    by_shape: dict[tuple[_Shape, bool], _Captured | None] = field(default_factory=dict)
+    by_shape: dict[_Kind, _Captured | None] = field(default_factory=dict)
 
 
 class CudaPass:
@@ -108,8 +112,8 @@ class CudaPass:
         if shape is None or not self.step.takes(*shape[:2]):
             longest = max([chunk.count for chunk in work.chunks])
             return Declined("fused-shape", {"sequences": len(work.chunks), "tokens": longest})
-        if work.cache.states.recurrent and any([chunk.drafted for chunk in work.chunks]):
-            return Declined("drafted-states")
+        if shape[0] * shape[1] > MOST_ROWS and _states_wait(work):
+            return Declined("drafted-states", {"most": MOST_ROWS, "rows": shape[0] * shape[1]})
         if shape in self._refused:
             return self._refused[shape]
         width = block_table_width(work)
@@ -156,7 +160,7 @@ class CudaPass:
         graphs = self._graphs.get(work.cache)
         if graphs is None or graphs.rope is not work.rope:
             graphs = self._graphs[work.cache] = _CacheGraphs(work.rope)
-        key = shape, _last_only(work)
+        key = shape, _last_only(work), _states_wait(work)
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
         launched = self._capture is None or key not in graphs.by_shape
         try:
@@ -165,20 +169,25 @@ class CudaPass:
             captured = graphs.by_shape.pop(key) or self._captured(work, graphs, key)
             graphs.by_shape[key] = captured  # the most recently used
             captured.inputs.fill(work.chunks)
-            return captured.replay()[: len(work.chunks)]
+            logits = captured.replay()[: len(work.chunks)]
+            if captured.commit is not None:
+                _defer(work, captured.inputs, captured.commit)
+            return logits
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = Declined("kernels-failed", {"error": summarize_error(error)})
             self._give_up(declined, shape if launched else None)
             return None
 
-    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: tuple[_Shape, bool]) -> Tensor | None:
-        shape, last = key
+    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> Tensor | None:
+        shape, last, waits = key
         expected = None
         if not self.trusts(shape):
             expected = self._expected(work)  # first: the cache must end up with what replays write
         inputs = _inputs(work, shape)
         # Where it fails or differs, states must be as before: `plain` continues from them.
         logits = self.step(inputs.resting(), graphs.rope, work.cache, last)[: len(work.chunks)]
+        if waits:
+            advance_by_drafts(inputs, work.cache.states)  # by none: compiles what a capture of it will launch
         declined = None
         if expected is not None:
             declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
@@ -187,6 +196,8 @@ class CudaPass:
             return None
         if inputs.states is not None:
             logits = self.step(inputs, graphs.rope, work.cache, last)[: len(work.chunks)]
+        if waits:
+            _defer(work, inputs, partial(advance_by_drafts, inputs, work.cache.states))
         self._compared.add(shape)
         graphs.by_shape[key] = None
         return logits
@@ -197,12 +208,12 @@ class CudaPass:
             work = replace(work, chunks=[replace(chunk, drafted=chunk.count) for chunk in work.chunks])
         return self._plain.logits(work)
 
-    def _captured(self, work: PassInput, graphs: _CacheGraphs, key: tuple[_Shape, bool]) -> _Captured:
+    def _captured(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> _Captured:
         assert self._capture is not None
         captured = [other for other, graph in graphs.by_shape.items() if graph is not None]
         if len(captured) >= MOST_GRAPHS:
             graphs.by_shape[captured[0]] = None
-        shape, last = key
+        shape, last, waits = key
         inputs = _inputs(work, shape)
         weak, rope = ref(work.cache), graphs.rope  # graphs are kept by cache, which they must not keep
 
@@ -211,7 +222,17 @@ class CudaPass:
             assert cache is not None
             return self.step(inputs, rope, cache, last)
 
-        return _Captured(inputs, capture_or_launch(self._capture, launch, self._report))
+        def commit() -> Tensor:
+            cache = weak()
+            assert cache is not None
+            return advance_by_drafts(inputs, cache.states)
+
+        launches = (launch, commit) if waits else (launch,)
+        replay, *commits = capture_or_launch(self._capture, launches, self._report)
+        if inputs.drafts is not None:
+            # The memory of the rows is free for the next graphs: `commit` is replayed before any other graph.
+            inputs.drafts.layers.clear()
+        return _Captured(inputs, replay, *(commits or (None,)))
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
         if self._failed is None and not self._refused:
@@ -233,6 +254,28 @@ def _last_only(work: PassInput) -> bool:
     return all([chunk.logits == 1 for chunk in work.chunks])
 
 
+def _states_wait(work: PassInput) -> bool:
+    """Return whether recurrent states advance after the pass, by the drafts that are accepted."""
+    return work.cache.states.recurrent and any([chunk.drafted for chunk in work.chunks])
+
+
+def _defer(work: PassInput, inputs: StepInput, launch: Launches) -> None:
+    """Let the states of drafted sequences advance by `launch` once the numbers of accepted tokens are known."""
+    # Where all tokens are drafts, the state never advances.
+    places = {chunk.state: place for place, chunk in enumerate(work.chunks) if 0 < chunk.drafted < chunk.count}
+
+    @torch.inference_mode()
+    def commit(counts: Mapping[int, int]) -> None:
+        assert inputs.drafts is not None
+        accepted = torch.zeros(len(inputs.lengths), dtype=torch.int32)
+        for slot, count in counts.items():
+            accepted[places[slot]] = count
+        inputs.drafts.accepted.copy_(accepted, non_blocking=True)
+        launch()
+
+    work.cache.states.defer_pass(places, commit)
+
+
 def _without_padding(logits: Tensor, work: PassInput) -> Tensor:
     """Return the rows [rows, vocab] of logits [sequences, 1 or new, vocab] that are not padding."""
     flat, new = logits.flatten(0, 1), logits.shape[1]
@@ -245,7 +288,7 @@ def _without_padding(logits: Tensor, work: PassInput) -> Tensor:
 def _inputs(work: PassInput, shape: _Shape) -> StepInput:
     sequences, new, padded = shape
     width, recurrent = block_table_width(work), work.cache.states.recurrent
-    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent)
+    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent, _states_wait(work))
     inputs.fill(work.chunks)
     return inputs
 

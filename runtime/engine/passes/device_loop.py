@@ -167,10 +167,9 @@ class DeviceLoop:
         buffers = self._buffers_of(work)
         to, rows = buffers.feedback, len(sampling)
         buffers.inputs.fill(work.chunks)
-        if buffers.stops is not None and buffers.inputs.advances is not None:
+        if buffers.stops is not None:
             columns = [[*row, *[-1] * (self.MOST_STOPS - len(row))] for row in work.stop_ids]
             buffers.stops[:rows].copy_(torch.tensor(columns), non_blocking=True)
-            buffers.inputs.advances.fill_(1)
         vocab = sampling[0].vocab_size
         settings = (
             (to.temperature, [row.temperature or 1.0 for row in sampling]),
@@ -278,7 +277,8 @@ class DeviceLoop:
         if self._capture is None:
             return work
         with _undone(buffers):  # capturing may run it
-            captured = buffers.graphs[kind] = capture_or_launch(self._capture, work, self._report)
+            (captured,) = capture_or_launch(self._capture, (work,), self._report)
+            buffers.graphs[kind] = captured
         return captured
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.kernels.recurrent import DeviceRuns
@@ -35,7 +36,9 @@ class DeviceSequences:
             positions = positions.gather(1, row)
             self._rows = (row + new * torch.arange(count, device=lengths.device)[:, None]).flatten()
         self.positions = positions.flatten()
-        self._cache = cache
+        self._cache, self._drafts = cache, inputs.drafts
+        if self._drafts is not None:
+            self._drafts.layers.clear()
         self._blocks = table.long().gather(1, positions // cache.block_size).flatten()
         self._offsets = self.positions % cache.block_size
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
@@ -49,9 +52,11 @@ class DeviceSequences:
             self._advanced = None if count == 1 and counts is None else (first[:, None] + within).flatten()
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
-        states, rows = self._cache.states.layer(layer), tuple(tensor[0] for tensor in rows)
-        on_host = rows[0].device.type == "cpu"
-        result = self._runs.run(step, rows, states) if on_host else step(rows, states, self._runs)
+        rows = tuple(tensor[0] for tensor in rows)
+        result = _advance(self._runs, rows, self._cache.states.layer(layer), step)
+        assert result is not None, "a pass has a sequence"
+        if self._drafts is not None:
+            self._drafts.layers.append((layer, rows, step))
         return (result if self._advanced is None else result.index_select(0, self._advanced))[None]
 
     def _store(self, layer: int, new: KeyValue) -> None:
@@ -79,3 +84,17 @@ class DeviceSequences:
             if attended is not None:
                 return attended[None]
         return PAGED_ATTENTION(query[0], *self._cache.all(layer), self._ragged, scoring)[None]
+
+
+def _advance(runs: DeviceRuns, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> Tensor | None:
+    return runs.run(step, rows, states) if rows[0].device.type == "cpu" else step(rows, states, runs)
+
+
+def advance_by_drafts(inputs: StepInput, states: StateStore) -> Tensor:
+    """Advance the states of a step over drafted tokens by `inputs.drafts.accepted` tokens, and return these numbers."""
+    assert inputs.drafts is not None and inputs.states is not None
+    accepted = inputs.drafts.accepted
+    runs = DeviceRuns(inputs.new, inputs.lengths - inputs.new, inputs.states, accepted, torch.ones_like(accepted))
+    for layer, rows, step in inputs.drafts.layers:
+        _advance(runs, rows, states.layer(layer), step)
+    return accepted

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
-from mycli.runtime.engine.passes.graphs import Capture, LayeredStep, Step, StepInput
+from mycli.runtime.engine.passes.device_sequences import advance_by_drafts
+from mycli.runtime.engine.passes.graphs import Capture, Launches, LayeredStep, Step, StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.block import Block
@@ -77,6 +79,10 @@ class _Compared:
         self.plain(Chunk(self._tokens[: self._prefix], 0, self._blocks, 0))
         self.cache.states.copy(0, 1)
 
+    def _states(self) -> list[Tensor]:
+        layers = [spec.index for spec in self._model.config.layer_specs if spec.recurrent is not None]
+        return [state[0].clone() for layer in layers for state in self.cache.states.layer(layer)]
+
     def rewind(self) -> None:
         """Put the recurrent states back to after the prefix."""
         self.cache.states.copy(1, 0)
@@ -92,8 +98,8 @@ class _Compared:
         return logits
 
     def inputs(self, chunk: Chunk) -> StepInput:
-        width, recurrent = len(self._blocks), self.cache.states.recurrent
-        inputs = StepInput.zeros(self.sequences, chunk.count, width, self._model.device, recurrent=recurrent)
+        shape, recurrent = (self.sequences, chunk.count, len(self._blocks)), self.cache.states.recurrent
+        inputs = StepInput.zeros(*shape, self._model.device, recurrent=recurrent, drafted=chunk.drafted > 0)
         inputs.fill([chunk])
         return inputs
 
@@ -116,6 +122,35 @@ class _Compared:
         self.rewind()
         replayed = replay()
         return None if torch.equal(replayed[:1], logits[:1]) else Declined("replay-differs")
+
+    def drafts(self, step: Step, count: int, capture: Capture | None, most: float) -> Declined | None:
+        """Compare the states after a step over drafted tokens of which all but the last are accepted."""
+        self.plain(self.chunk(count - 1))
+        expected, inputs = self._states(), self.inputs(replace(self.chunk(count), drafted=count - 1))
+        assert inputs.drafts is not None
+        inputs.drafts.accepted[0] = count - 1
+        launches = (
+            partial(step, inputs, self._rope, self.cache, last=False),
+            partial(advance_by_drafts, inputs, self.cache.states),
+        )
+
+        def run(works: Sequence[Launches]) -> list[Tensor]:
+            self.rewind()
+            for work in works:
+                work()
+            return self._states()
+
+        states = run(launches)
+        error = max(_difference(ours, theirs) for ours, theirs in zip(states, expected, strict=True))
+        if not error < most:
+            return Declined("draft-states-differ", {"percent": f"{error:.1%}"})
+        if capture is None:
+            return None
+        captured = [capture(work) for work in launches]
+        inputs.drafts.layers.clear()
+        replayed = run(captured)
+        same = all(torch.equal(ours, theirs) for ours, theirs in zip(replayed, states, strict=True))
+        return None if same else Declined("replay-differs")
 
     def layers(self, step: LayeredStep, count: int) -> Declined | None:
         model, chunk = self._model, self.chunk(count)
@@ -217,12 +252,21 @@ def difference(
     counts: Sequence[int] = (1, 4),
     most: float | None = None,
 ) -> Declined | None:
-    """Compare the logits of `step` for each number of new tokens in `counts` with the plain pass's; None if equal.
+    """Compare `step` for each number of new tokens in `counts` with the plain pass; None if equal.
+
+    Compared are logits, and recurrent states after drafts of which some are accepted.
 
     most: what they may differ by; None for `tolerance` of the model.
     """
     most = tolerance(model, kv) if most is None else most
-    compared = (sequence.logits(step, count, capture, most) for sequence, count in _compared(model, step, kv, counts))
+
+    def compare(sequence: _Compared, count: int) -> Declined | None:
+        declined = sequence.logits(step, count, capture, most)
+        if declined is not None or count == 1 or not sequence.cache.states.recurrent:
+            return declined
+        return sequence.drafts(step, count, capture, most)
+
+    compared = (compare(sequence, count) for sequence, count in _compared(model, step, kv, counts))
     return next((declined for declined in compared if declined is not None), None)
 
 

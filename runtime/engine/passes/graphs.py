@@ -1,7 +1,7 @@
 """CUDA graphs: capturing launches and replaying them, and the device buffers that a replayed step reads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -12,10 +12,24 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.recurrent import Advance, Rows
 from mycli.runtime.layers.rope import Rope
 
 Launches = Callable[[], Tensor]  # enqueues launches and returns the tensor that will hold the result
 Capture = Callable[[Launches], Launches]
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The rows that advance recurrent states by drafted tokens once the number of accepted ones is known.
+
+    accepted int32 [sequences]: that number, 0 where the state stays; layers: received from a step, of each recurrent
+    layer its index, its rows and how they advance its states.
+    """
+
+    # Rows are kept rather than a state after each token (as in vLLM): of Qwen3.5-9B 0.6 MB per token instead of 50.
+    accepted: Tensor
+    layers: list[tuple[int, Rows, Advance]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,8 @@ class StepInput:
     tokens int64 [sequences, new]; lengths int32 [sequences], including all new tokens, 0 for a padding sequence;
     block_table int32 [sequences, blocks]; counts int32 [sequences]: new tokens of each sequence that are not padding,
     which come first; None if there is no padding. states int64 [sequences]: slots of recurrent states, if there are
-    any; advances int32 [sequences]: 0 where the step must not change the state.
+    any; advances int32 [sequences]: 0 where the step must not change the state, as with drafts, whose rows `drafts`
+    receives.
     """
 
     tokens: Tensor
@@ -34,12 +49,23 @@ class StepInput:
     counts: Tensor | None = None
     states: Tensor | None = None
     advances: Tensor | None = None
+    drafts: DraftRows | None = None
 
     @classmethod
     def zeros(
-        cls, sequences: int, new: int, width: int, device: torch.device, padded: bool = False, recurrent: bool = False
+        cls,
+        sequences: int,
+        new: int,
+        width: int,
+        device: torch.device,
+        padded: bool = False,
+        recurrent: bool = False,
+        drafted: bool = False,
     ) -> "StepInput":
-        """Return an input without sequences; padded: they may have fewer than `new` tokens."""
+        """Return an input without sequences.
+
+        padded: they may have fewer than `new` tokens; drafted: recurrent states advance by accepted tokens only.
+        """
         return cls(
             torch.zeros(sequences, new, dtype=torch.int64, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device),
@@ -47,6 +73,7 @@ class StepInput:
             torch.zeros(sequences, dtype=torch.int32, device=device) if padded else None,
             torch.zeros(sequences, dtype=torch.int64, device=device) if recurrent else None,
             torch.ones(sequences, dtype=torch.int32, device=device) if recurrent else None,
+            DraftRows(torch.zeros(sequences, dtype=torch.int32, device=device)) if recurrent and drafted else None,
         )
 
     def resting(self) -> "StepInput":
@@ -76,22 +103,27 @@ class StepInput:
         if self.counts is not None:
             counts = [chunk.count for chunk in chunks] + absent
             self.counts.copy_(torch.tensor(counts, dtype=torch.int32), non_blocking=True)
-        if self.states is not None:
+        if self.states is not None and self.advances is not None:
             slots = [chunk.state for chunk in chunks] + absent
             self.states.copy_(torch.tensor(slots, dtype=torch.int64), non_blocking=True)
+            advances = [int(not chunk.drafted) for chunk in chunks] + absent
+            self.advances.copy_(torch.tensor(advances, dtype=torch.int32), non_blocking=True)
         self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
         self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
 
 
-def capture_or_launch(capture: Capture, work: Launches, report: OnDecline) -> Launches:
-    """Capture `work`; without memory for its graph, report that and return `work`, whose launches have succeeded."""
+def capture_or_launch(capture: Capture, works: Sequence[Launches], report: OnDecline) -> Sequence[Launches]:
+    """Capture `works`; without memory for a graph, report that and return `works`, whose launches have succeeded.
+
+    A later one may read tensors of an earlier one that its launches keep.
+    """
     # A graph takes its memory from a pool of its own, so that a pass which runs may still be too large to be captured.
     try:
-        return capture(work)
+        return [capture(work) for work in works]
     except torch.OutOfMemoryError:
         report(Declined("no-graph-memory"))
-        return work
+        return works
 
 
 class Step(Protocol):

@@ -137,6 +137,31 @@ def test_a_state_is_always_that_of_the_text(
     assert states.free == states.slots and not states.num_snapshots
 
 
+def test_an_interrupted_pass_over_drafts_leaves_no_update_behind() -> None:
+    """After Ctrl-C between a pass and its sampling, the same drafts are computed again."""
+    runner, prompt = stateful(), (1, 2, 3, 4)
+
+    class Interrupted(Scripted):
+        interrupts = 1
+
+        def verify(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
+            self.interrupts -= 1
+            if self.interrupts == 0:
+                raise KeyboardInterrupt
+            return super().verify(sequence, logits, sampler)
+
+    replies = {prompt: expected(runner, prompt, 12)}
+    speculator = Interrupted(replies, 3, 5)
+    engine = Engine(runner, CacheShape(CONTEXT, 20, 4), VOCAB, running=2, chunk=64, speculator=speculator)
+    engine.submit(Request(prompt, limit=12))
+    tokens: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        while engine.has_work:
+            tokens += engine.step()[0].tokens
+    (outputs,) = drain(engine).values()
+    assert tokens + [token for output in outputs for token in output.tokens] == replies[prompt]
+
+
 def test_what_is_kept_is_found_again() -> None:
     """The snapshots are at the end of a sequence, shortly before a prompt's end, and where a prompt diverged."""
     chance, runner = random.Random(1), stateful()

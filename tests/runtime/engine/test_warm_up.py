@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -16,7 +17,7 @@ from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import Speculator
-from mycli.runtime.engine.warm_up import compiles, warm_up_passes
+from mycli.runtime.engine.warm_up import compiles, count_passes, warm_up_passes
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
@@ -107,7 +108,12 @@ def test_a_model_that_computes_embeddings_alone_has_no_passes_to_compile() -> No
 def test_with_drafts_every_captured_pass_is_still_captured_after_the_warm_up() -> None:
     served, other = Served(running=40), Served()
     assert warm_up_passes(other.engine, []) == other.captures + 1, "one shape fails"
-    served.engine.speculator = cast(Speculator, object())  # that there is one is all that is read
+    hook: list[object] = [print]
+    served.engine.speculator = cast(Speculator, SimpleNamespace(hidden_state_hook=lambda parts: hook[0]))
+    assert count_passes(served.engine, 0) == count_passes(Served(running=40).engine, 0), (
+        "an MTP head reads hidden states"
+    )
+    hook[0] = None
     passes = warm_up_passes(served.engine, [])
     (held,) = (way._graphs[served.engine.cache] for way in served.ways)
     assert served.captures == passes - 1 == sum(graph is not None for graph in held.by_shape.values())

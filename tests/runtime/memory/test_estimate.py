@@ -271,9 +271,7 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     assert (
         captured_bytes(replace(drafted, batch=256)) == (511 + alone + several + 6) * row + 256 * (values + row) + parts
     )
-    assert captured_bytes(replace(drafted, config=published("Qwen3.5-9B"))) == captured_bytes(
-        replace(one, config=published("Qwen3.5-9B"))
-    ), "drafts of models with recurrent states are not captured"
+    assert captured_bytes(replace(one, drafts=True)) == captured_bytes(drafted), "so are those of no model"
     assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
     odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
     for without in (replace(one, gpu=False), odd):
@@ -385,6 +383,20 @@ def test_layers_without_attention_hold_the_values_of_their_part() -> None:
     expected |= {layer.index: 2 * hidden + 4 * layer.dense_mlp.size + hidden for layer in layers if layer.mixer is None}
     assert len(expected) == 24 + 24
     assert {index: pass_values(layers[index]) for index in expected} == expected
+
+
+@pytest.mark.parametrize(("running", "rows", "logits"), [(1, 16, 35), (4, 64, 35 + 2 * 6 + 4 * 6 + 8 * 6)])
+def test_drafts_of_recurrent_models_hold_what_advances_their_states(running: int, rows: int, logits: int) -> None:
+    """24 of 32 layers of Qwen3.5-9B have states; a token advances them by 8192 + 4096 projected values and 2 x 32."""
+    with_drafts = replace(plan("Qwen3.5-9B", gpu=True), running=running, drafts=True)
+    more = captured_bytes(with_drafts) - captured_bytes(replace(with_drafts, drafts=False))
+    assert more == logits * 248320 * 2 + rows * 24 * (8192 + 4096 + 2 * 32) * 2
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Kimi-Linear-48B", "LFM2-1.2B", "Bamba-9B", "Falcon-H1-7B"])
+def test_values_that_drafts_hold_are_part_of_a_pass(name: str) -> None:
+    specs = [spec.recurrent for spec in published(name).layer_specs if spec.recurrent is not None]
+    assert specs and all(0 < spec.draft_values() < spec.forward_values() for spec in specs)
 
 
 def test_captured_passes_are_padded_to_powers_of_two() -> None:
