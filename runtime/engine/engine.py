@@ -256,9 +256,9 @@ class Engine:
 
     def _run_pass(self, scheduled: Sequence[ScheduledSequence], began: float) -> list[SequenceOutput]:
         """Run a pass over the scheduled sequences and sample for those that are computed to their end."""
+        self.cache.states.discard_drafts()
         drafted = self._sampler.propose(scheduled)
         chunks = [part.chunk(drafted.get(part.sequence.id, [])) for part in scheduled]
-        self.cache.states.discard_drafts()
         logits = self._sampler.compute(scheduled, chunks)
         samples: list[tuple[ScheduledSequence, range]] = []
         groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
