@@ -253,7 +253,7 @@ def _run(arguments: list[str]) -> ExitCode:
     except typer.TyperException as error:
         from mycli.cli.mistakes import explain_mistake  # tables that only a mistake needs
 
-        raise explain_mistake(error, name) from error
+        raise explain_mistake(error, name, arguments) from error
     except SystemExit as stop:  # every command ends this way, and so does completion
         result = stop.code
     except typer.Abort:  # the end of the input where an answer was expected

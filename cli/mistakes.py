@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mycli.cli.flags.config_file import config_path, option_key
@@ -12,24 +13,37 @@ from mycli.runtime.errors import UsageError
 # Commands of other programs (ollama, llama.cpp, hf) -> ours.
 FOREIGN_COMMANDS = {
     "ask": "mycli run",
+    "benchmark": "mycli bench",
     "convert": "mycli export",
     "cp": "mycli list --json prints the folder of each model: copy the folder",
     "create": "mycli quantize, or a preset in config.toml",
     "delete": "mycli rm",
     "download": "mycli pull",
+    "fuse": "mycli export MODEL --adapter ADAPTER --to safetensors",
     "generate": "mycli run",
+    "get": "mycli pull",
     "info": "mycli show",
+    "kill": "mycli stop",
+    "load": "mycli serve MODEL; requests name the model",
     "ls": "mycli list",
     "perplexity": "mycli eval",
     "ppl": "mycli eval",
+    "push": "hf upload NAME FOLDER; mycli list --json prints the folder of each model",
     "remove": "mycli rm",
     "server": "mycli serve",
+    "start": "mycli serve",
+    "status": "mycli ps",
+    "unload": "mycli stop",
+    "upload": "hf upload NAME FOLDER; mycli list --json prints the folder of each model",
     "version": "mycli --version",
 }
 _BENCH_SERVE = ("--clients", "--rate", "--requests", "--shared", "--plot", "--slo")
 # Hints for arguments that a command does not take.
 _EXTRA_ARGUMENTS = {
     "chat": "chat takes no prompt; mycli run MODEL PROMPT answers one",
+    "export": "mycli export MODEL --to gguf -o FILE.gguf",
+    "pull": "a file of a repository is part of its name: mycli pull org/name:file.gguf",
+    "quantize": "type and file are options: mycli quantize MODEL --bits q4_k_m -o FILE.gguf",
     "run": "put a prompt of several words in quotes",
 }
 # Sentences of the parser about a value -> ours, which follow the name of the option.
@@ -45,8 +59,13 @@ _SENTENCES = (
 )
 
 
-def explain_mistake(error: Any, name: str | None) -> UsageError:
-    """Return the UsageError for an exception of the parser; `name` is the command, if one was recognised."""
+def explain_mistake(error: Any, name: str | None, words: Sequence[str]) -> UsageError:
+    """Return the UsageError for an exception of the parser.
+
+    `name` is the command in `words`, the command line, if one was recognised.
+    """
+    if name is None and words and (mistake := _missing_command(words[0])):
+        return mistake
     context: Any = getattr(error, "ctx", None)
     option: Any = getattr(error, "param", None)
     hint = f"{context.command_path if context else f'mycli {name}' if name else 'mycli'} --help"
@@ -69,7 +88,26 @@ def explain_mistake(error: Any, name: str | None) -> UsageError:
         usage = " ".join(arg.metavar if arg.required else f"[{arg.metavar}]" for arg in arguments)
         message = f"unexpected {match[1]!r}; {name} takes {usage or 'no arguments'}"
         return UsageError(message, _EXTRA_ARGUMENTS.get(name or "", hint))
+    if sentence.startswith("Missing"):
+        hint = f"for example: {_example(context.command)}; {hint}"
     return UsageError(_lowered(sentence), hint)
+
+
+def _missing_command(word: str) -> UsageError | None:
+    # `mycli -m MODEL` and `mycli -hf MODEL`, as of llama.cpp, and `mycli MODEL`.
+    if word.startswith("-"):
+        option = word.partition("=")[0]
+        usage = FOREIGN_OPTIONS.get(option, "").format(usage="mycli chat MODEL")
+        return UsageError(f"no such option: {option}", usage) if usage else None
+    from mycli.cli.flags.options import complete_model
+
+    if word.endswith(".gguf") or "/" in word or word in complete_model(word):
+        return UsageError(f"no such command {word!r}", f"to chat with a model: mycli chat {shlex.quote(word)}")
+    return None
+
+
+def _example(command: Any) -> str:
+    return str(command.epilog).partition("\b\n")[2].partition("\n")[0].partition("  #")[0]
 
 
 def _lowered(sentence: str) -> str:

@@ -101,6 +101,7 @@ REMEDIES: Mapping[str, str] = {
     "wait-or-other-work-folder": "wait for it, or use another --work-dir",
     "remove-work-folder": "drop that work with --restart, or use another --work-dir",
     "finish-or-remove-work": "repeat the first command unchanged; or drop that work: --restart; or keep it: --work-dir",
+    "gguf-mix": "mycli quantize {model} --bits {type}",
     "requantize": "add --requantize to round these weights; the loss is reported",
     "fp32-or-requantize": "use --to safetensors:fp32 to keep every bit, or --requantize to round; the loss is reported",
     "quantize-first": "quantize it first: mycli quantize MODEL",

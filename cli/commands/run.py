@@ -52,7 +52,10 @@ def run(
     source: PromptFlags = PromptFlags(),  # noqa: B008  # frozen; every field has its own default
     recording: ResumeFlags = ResumeFlags(),  # noqa: B008  # likewise
     limit: Annotated[
-        int | None, options.count("-n --max-tokens", "Maximum number of new tokens.", show_default="512")
+        int | None,
+        options.limit(
+            "-n --max-tokens", "Maximum number of new tokens; -1: what the context has room for.", show_default="512"
+        ),
     ] = None,
     system: options.System = None,
     raw: Annotated[bool, options.flag("--raw", "Continue the prompt, without the chat template.")] = False,
@@ -93,6 +96,8 @@ def run(
     sampling.check()
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
+    if not (raw or source.batch is not None or text.strip()):  # "$PROMPT" of an unset variable
+        raise UsageError("the prompt is empty", code="no-prompt")
     if receipt is not None:
         from mycli.cli.replies.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 

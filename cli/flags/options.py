@@ -9,6 +9,7 @@ import typer
 from mycli.runtime.errors import UsageError
 
 Choice = TypeVar("Choice", bound=str)
+NO_LIMIT = -1  # tokens of a reply: as many as the context has room for
 KEY_VARIABLE = "MYCLI_API_KEY"  # the API key of a server, read by the server and by bench serve
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -32,6 +33,11 @@ def parse_count(text: str) -> int:
     if not match:
         raise typer.BadParameter(f"{text!r} is not a count such as 4096, 32k or 1M")
     return int(match[1]) * _FACTORS[match[2].lower()]
+
+
+def parse_limit(text: str) -> int:
+    """Parse a count, or -1 for no limit, as in llama.cpp. Raises typer.BadParameter."""
+    return NO_LIMIT if str(text).strip() == str(NO_LIMIT) else parse_count(text)
 
 
 def parse_memory(text: str) -> int:
@@ -115,6 +121,10 @@ def words(flags: str, allowed: Sequence[str], text: str, **settings: Any) -> Any
 
 def count(flags: str, text: str, **settings: Any) -> Any:
     return option(flags, "N", text, parser=parse_count, **settings)
+
+
+def limit(flags: str, text: str, **settings: Any) -> Any:
+    return option(flags, "N", text, parser=parse_limit, **settings)
 
 
 def size(flags: str, text: str, **settings: Any) -> Any:

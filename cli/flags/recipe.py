@@ -32,6 +32,7 @@ class RecipeFlags:
             "Bits per weight, not counting scales; or the type of a GGUF file, as llama-quantize names it.",
             metavar=f"{'|'.join(map(str, BITS))}|q4_k_m|...",
             show_default="4",
+            parser=lambda text: str(text).lower(),  # llama-quantize writes types in capitals
         ),
     ] = None
     format: Annotated[
@@ -123,7 +124,7 @@ class RecipeFlags:
         group = self.group or str(_SPECS[self.method].group if self.method in _SPECS else _DEFAULT_GROUP)
         if group != "channel" and not group.isdecimal():
             raise UsageError(f"--group {group} is not supported", f"--group takes: {', '.join(_GROUPS)}")
-        if self.bits is not None and not self.bits.isdecimal():
+        if self.bits is not None and self.bits not in map(str, BITS):
             choices = ", ".join([*map(str, BITS), *MIXES])
             raise UsageError(f"--bits {self.bits} is not supported", code="choose-bits", data={"choices": choices})
         if self.bits is not None and self.target_bpw is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mycli.cli.flags.options import NO_LIMIT
 from mycli.runtime.engine.replies.opened_model import DEFAULT_MAX_TOKENS, OpenedModel
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
@@ -77,7 +78,7 @@ class Generator:
         from mycli.runtime.engine.sequence import reply_room
 
         if self.limit is not None:
-            return self.limit
+            return None if self.limit == NO_LIMIT else self.limit
         default = DEFAULT_MAX_TOKENS
         if self.grammar is not None and self.grammar.values is not None:
             default = min(max(self.grammar.values * VALUE_TOKENS, LEAST_FORMAT_TOKENS), default)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from mycli.quant.declarations import file_names
+from mycli.quant.ggml.mixes import MIXES
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError, UsageError
@@ -63,11 +64,13 @@ def targets() -> list[str]:
 
 def find_export_target(name: str) -> tuple[ExportTarget, str]:
     """Parse `NAME[:VARIANT]` and import the target. Raises UsageError listing the choices."""
-    kind, colon, variant = name.partition(":")
+    kind, colon, variant = name.lower().partition(":")
     if kind in targets():
         module = cast(ExportTarget, importlib.import_module(f"{__name__}.{kind}"))
         if not colon or variant in module.VARIANTS:
             return module, variant
+        if kind == "gguf" and variant in MIXES:
+            raise UsageError(f"{name}: a mix of types is made by quantizing", code="gguf-mix", data={"type": variant})
         known = ", ".join(f"{kind}:{variant}" for variant in module.VARIANTS) or kind
         raise UsageError(f"{name}: not a variant of {kind}", f"choose from: {known}")
     raise UsageError(f"{name}: not a layout that export can write", f"choose from: {', '.join(targets())}")

@@ -52,13 +52,40 @@ def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None
     assert done.returncode == 2
     error, hint = done.stderr.splitlines()
     assert error == f"error: no such option: {word}" and word not in _spellings(called)
-    shown = re.search(r"mycli (chat|run|serve|bench) MODEL", hint)
+    shown = re.search(r"mycli (chat|run|serve|bench|quantize|export|eval) MODEL", hint)
     named = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", hint.removeprefix("hint: mycli")))
     assert named <= _spellings(shown[1] if shown else called) | {"--version"} and (named or shown or "omit it" in hint)
 
 
 def _spellings(command: str) -> set[str]:
     return {spelling for option in find_command(command).params for spelling in option.opts}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("pico",), "to chat with a model: mycli chat pico"),
+        (("org/name",), "to chat with a model: mycli chat org/name"),
+        (("file.gguf", "-p", "Hi"), "to chat with a model: mycli chat file.gguf"),
+        (("-m", "pico"), "the model is an argument, not an option: mycli chat MODEL"),
+        (("-hf", "org/name"), "the model is an argument, not an option: mycli chat MODEL"),
+        (("-V",), "mycli --version"),
+        (("export", "pico"), "for example: mycli export pico --to gguf -o pico.gguf; mycli export --help"),
+        (("compare", "pico"), "for example: mycli compare pico pico-draft -n 16; mycli compare --help"),
+        (("search",), "for example: mycli search llama 3.2; mycli search --help"),
+        (
+            ("quantize", "pico", "pico.gguf", "Q4_K_M"),
+            "type and file are options: mycli quantize MODEL --bits q4_k_m -o FILE.gguf",
+        ),
+        (("export", "pico", "--to", "gguf:Q4_K_M", "-o", "x.gguf"), "mycli quantize pico --bits q4_k_m"),
+        (("quantize", "pico", "--bits", "5", "--dry-run"), "--bits takes: 8, 4, 3, 2, q4_0,"),
+        (("run", "pico", ""), "give a prompt: mycli run pico PROMPT; or chat: mycli chat pico"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_command_line_of_another_program_is_answered_by_ours(mycli: Mycli, words: tuple[str, ...], said: str) -> None:
+    done = mycli(*words)
+    assert done.returncode == 2 and done.stderr.splitlines()[1].startswith(f"hint: {said}")
 
 
 def test_a_mistyped_option_shows_the_arguments_of_its_own_command(mycli: Mycli) -> None:

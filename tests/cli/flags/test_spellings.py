@@ -25,6 +25,13 @@ def parse(command: str, *words: str) -> dict[str, Any]:
         ("serve", ("--max-model-len", "1k"), ("--ctx", "1k")),
         ("serve", ("--parallel", "4"), ("--max-sequences", "4")),
         ("serve", ("--served-model-name", "gpt"), ("--alias", "gpt")),
+        ("run", ("-n", "-1"), ("--max-tokens", "-1")),
+        ("quantize", ("--q-bits", "8"), ("--bits", "8")),
+        ("quantize", ("--q-group-size", "64"), ("--group", "64")),
+        ("quantize", ("--group-size", "64"), ("--group", "64")),
+        ("quantize", ("--bits", "Q4_K_M"), ("--bits", "q4_k_m")),
+        ("quantize", ("--mlx-path", "out"), ("-o", "out")),
+        ("quantize", ("--outfile", "out.gguf"), ("-o", "out.gguf")),
         ("chat", ("--system-prompt", "Be brief."), ("--system", "Be brief.")),
     ],
     ids=str,
@@ -34,7 +41,12 @@ def test_an_option_of_another_program_sets_ours(command: str, theirs: tuple[str,
 
 
 def test_every_equivalent_is_an_option_of_a_command() -> None:
-    known = {spelling for name in ("run", "serve") for option in find_command(name).params for spelling in option.opts}
+    known = {
+        spelling
+        for name in ("run", "serve", "quantize")
+        for option in find_command(name).params
+        for spelling in option.opts
+    }
     assert set(EQUIVALENT_OPTIONS.values()) <= known and not known & set(EQUIVALENT_OPTIONS)
 
 
