@@ -36,6 +36,7 @@ REMEDIES: Mapping[str, str] = {
     "wait-or-pull-again": "another program is writing to the folder: wait for it, then run: mycli verify {model}",
     "verify-files": "check the files: mycli verify {model}",
     "verify-files-or-fp32": "the weights may be damaged: mycli verify {model}; or try --dtype fp32",
+    "no-hashes": "to compare its weights with another program's reading: mycli verify {model} --as transformers",
     "allow-nonfinite": "check the file: mycli verify {model}; or accept these values: --allow-nonfinite",
     "give-adapter": "mycli run {base} --adapter {adapter}",
     "merge-first": "name the model that it was quantized from: mycli quantize MODEL --adapter ADAPTER",
@@ -143,6 +144,7 @@ _COPIED: Mapping[str, str] = {
 # the same for a file, such as a GGUF model
 _COPIED_FILE: Mapping[str, str] = {
     **_COPIED,
+    "no-hashes": "to compare its weights with another program's reading: mycli verify {model} --as gguf-py",
     "pull-again": "the file is damaged or incomplete: copy it again from its source",
     "pull-whole": "copy all files of the model again from their source",
     "name-or-pull": "name a file that holds a model; mycli list shows the models on this machine",

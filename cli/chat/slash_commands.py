@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ FENCE = '"""'
 METER = 40  # columns, fewer on a narrow terminal
 PLAIN_WORDS = {"exit", "quit", "bye", "help", "?"}  # messages that were probably meant as commands
 ALIASES = {"/help": "/?", "/h": "/?", "/exit": "/bye", "/quit": "/bye", "/q": "/bye"}  # commands of other programs
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PATHS = ("/read", "/save", "/load")  # commands that take a file
 
 
@@ -70,8 +72,10 @@ class SlashCommands:
         )
 
     def set(self, argument: str) -> None:
-        """NAME VALUE: temperature, top_k, top_p, min_p, repetition_penalty, seed, or think on|off"""
-        name, _, value = argument.removeprefix("parameter ").partition(" ")  # as Ollama spells it
+        """NAME VALUE: temperature, top_k, top_p, min_p, a penalty, seed, or think on|off"""
+        # `parameter NAME VALUE` as in Ollama, NAME=VALUE, and the names of the options, which have hyphens.
+        _, name, value = re.split(r"([^\s=]*)[\s=]*", argument.removeprefix("parameter "), maxsplit=1)
+        name = name.replace("-", "_")
         if not name:
             self.show("")
             return
@@ -99,7 +103,7 @@ class SlashCommands:
         return {
             "top_k": int,
             "seed": lambda text: None if text == "random" else int(text),
-            **{key: float for key in ("temperature", "top_p", "min_p", "repetition_penalty")},
+            **{key: float for key in ("temperature", "top_p", "min_p", *PENALTIES)},
         }
 
     def _think(self, value: str) -> None:
@@ -137,7 +141,7 @@ class SlashCommands:
             *((name, "on" if enabled else "off") for name, enabled in self.chat.arguments.items()),
             ("overflow", self.chat.overflow),
             ("session", str(self.chat.session_file.path) if self.chat.session_file else "none"),
-            ("turns", str(len(conversation.turns))),
+            ("messages", str(len(conversation.turns))),
         ]
         self._out.card("Settings", rows)
 

@@ -111,7 +111,8 @@ def _table(call: Call, subject: EstimateSubject) -> None:
 
     columns = (Column("scheme", "scheme"), *map(total_column, contexts))
     call.out.table([{"scheme": name} for name, _ in choices], columns)
-    call.out.note(f"! needs more than the {human_bytes(free)} free on {subject.target.place}")
+    if max(totals.values()) > free:
+        call.out.note(f"! needs more than the {human_bytes(free)} free on {subject.target.place}")
 
 
 def _fit(call: Call, subject: EstimateSubject, context: int | None, tolerance: float) -> None:

@@ -63,7 +63,7 @@ def _show_local(call: Call, model: str) -> None:
 @command
 def pull(
     call: Call,
-    model: options.Model,
+    model: options.HubModel,
     flags: RecipeFlags,
     dry_run: Annotated[bool, options.flag("--dry-run", "Show what would be downloaded, and download nothing.")] = False,
     force: Annotated[

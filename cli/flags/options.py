@@ -144,6 +144,10 @@ _MODEL = (
     "config.toml."
 )
 Model = Annotated[str, argument("MODEL", _MODEL, complete_model)]
+HubModel = Annotated[
+    str,
+    argument("MODEL", "org/repo[@revision] on the hub, its URL, or a file: org/repo:file.gguf.", complete_model),
+]
 OptionalModel = Annotated[str, argument("MODEL", _MODEL, complete_model)]
 Models = Annotated[list[str], argument("MODEL", "One or more models.", complete_model)]
 ServedModels = Annotated[

@@ -137,7 +137,12 @@ class TemplateFlags:
     ] = None
     reasoning_effort: Annotated[
         str | None,
-        options.words("--reasoning-effort", EFFORTS, "Tell the chat template how much to reason.", metavar="LEVEL"),
+        options.words(
+            "--reasoning-effort",
+            EFFORTS,
+            f"Tell the chat template how much to reason: {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}.",
+            metavar="LEVEL",
+        ),
     ] = None
 
     @property

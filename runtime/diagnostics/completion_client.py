@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.utils.json_fields import strict_json
 
 _TIMEOUT = 600.0  # seconds without a byte
@@ -87,9 +87,8 @@ class CompletionServer:
             finally:
                 connection.close()
         except (OSError, HTTPException) as error:
-            raise ModelError(
-                f"{self.url}: {error or type(error).__name__}", "check that a server is running there"
-            ) from None
+            cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise NotFoundError(f"{self.url}: {cause}", "check that a server is running there") from None
         if response.status != 200:
             raise ModelError(f"{self.url}{path}: status {response.status}: {_problem(answer)}")
         return answer
@@ -98,7 +97,7 @@ class CompletionServer:
         """Return vLLM's counters of prefix cache, preemptions and queue time from /metrics; {} without them."""
         try:
             return {name: float(value) for name, value in _COUNTERS.findall(self._get("/metrics").decode())}
-        except (ModelError, ValueError):
+        except (ModelError, NotFoundError, ValueError):
             return {}
 
     def reply(self, prompt: str, tokens: int) -> Reply:

@@ -72,7 +72,7 @@ class RetryPolicy:
                 received = progress() if progress else 0
                 failures, before = 1 if received - before >= 1 << 20 else failures + 1, received
                 if failures >= limit:
-                    hint = f"check the network; {RESUMABLE}"
+                    hint = f"check the network; {RESUMABLE}" if progress else "check the network, and try again"
                     raise NotFoundError(f"{problem} (tried {failures} times)", hint) from None
                 delay = min(self.base_delay * 2 ** (failures - 1), self.max_delay)
                 if problem.retry_after is not None:

@@ -85,8 +85,8 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
         return {path.name: HubFile(path.name, store.file_bytes(path), digest) for path, digest in blobs.items()}
     record = _record(source)
     if not record.exists():
-        hint = "models that were pulled or quantized by mycli can be verified"
-        raise ModelError(f"{source.folder}: no {record.name}, so nothing says what it should hold", hint)
+        problem = f"{source.folder}: no {record.name} with the hashes of its files, as quantize writes it"
+        raise ModelError(problem, code="no-hashes")
     entries = read_object(record, MAX_RECORD_BYTES).object("files")
     files = {}
     for name in entries.values:

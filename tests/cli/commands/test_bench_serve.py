@@ -114,13 +114,20 @@ def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixt
         (("pico", "--rate", "nan"), "requests per second"),
         (("pico", "-p", "0"), "-p must be larger than --shared"),
         (("pico", "-p", "16", "--shared", "16"), "-p must be larger than --shared"),
-        (("http://127.0.0.1:1",), "check that a server is running there"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[1:]) or "nobody",
 )
 def test_refusals(arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*arguments) in (ExitCode.USAGE, ExitCode.MODEL)
     assert problem in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_not_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("http://127.0.0.1:1") == ExitCode.NOT_FOUND
+    assert capsys.readouterr().err.splitlines() == [
+        "error: http://127.0.0.1:1: Connection refused",
+        "hint: check that a server is running there",
+    ]
 
 
 def test_loads_are_every_combination_and_four_requests_a_client() -> None:

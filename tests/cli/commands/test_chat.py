@@ -193,7 +193,11 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     assert "You are a pirate." in say(chat, "/system") and "You are a pirate." in say(chat, "/show")
     say(chat, "/system none")
     say(chat, "/set temperature 0.5")
+    say(chat, "/set top-p=0.7")  # as the option is spelled
+    say(chat, "/set presence_penalty 0.2")
     shown = say(chat, "/show")
+    assert re.search(r"top_p +0\.7", shown) and re.search(r"presence_penalty +0\.2", shown)
+    assert re.search(r"messages +2", shown), "a message and its reply"
     assert re.search(r"temperature +0\.5", shown) and re.search(r"seed +random", shown)
     assert "None" not in shown and "()" not in shown
     for wrong, message in {
@@ -243,7 +247,7 @@ def test_a_paste_of_many_lines_is_one_message(terminal: Terminal, environment: d
     chat.send("\r")
     chat.expect_exact("Tokyo")
     chat.expect_exact(PROMPT)
-    assert "2\r\n" in say(chat, "/show").split("turns")[1]
+    assert "2\r\n" in say(chat, "/show").split("messages")[1]
     chat.setwinsize(24, 20)
     chat.sendline("/context")  # the prompt is drawn anew for the new width, so `say` would not wait for the answer
     chat.expect(r"(\[[#=.]+\])\r\n")
@@ -282,7 +286,7 @@ def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
     chat.expect_exact("(stopped)")
     chat.expect_exact(PROMPT)
     assert "later" in say(chat, "four")
-    assert re.search(r"turns +8", say(chat, "/show")), "the stopped reply is a turn"
+    assert re.search(r"messages +8", say(chat, "/show")), "the stopped reply is a turn"
     chat.sendeof()
     assert leave(chat) == 0
 
@@ -299,7 +303,7 @@ def test_what_is_typed_during_a_reply_is_the_next_message(terminal: Terminal) ->
     chat.sendline("ee")
     chat.expect_exact("third")
     chat.expect_exact(PROMPT)
-    assert re.search(r"turns +6", say(chat, "/show"))
+    assert re.search(r"messages +6", say(chat, "/show"))
 
 
 def test_thoughts_without_colour_and_markdown_on_request(terminal: Terminal) -> None:
@@ -338,7 +342,7 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_turn(terminal: Terminal) -> None:
     chat.sendintr()
     chat.expect_exact(PROMPT)
     if "(stopped)" in chat.before:
-        assert "2" in say(chat, "/show").split("turns")[1]
+        assert "2" in say(chat, "/show").split("messages")[1]
     chat.sendintr()
     chat.expect_exact("Ctrl-D to leave")
     chat.expect_exact(PROMPT)

@@ -194,8 +194,9 @@ def test_delays_between_attempts_double_up_to_a_limit(monkeypatch: pytest.Monkey
     def drop() -> None:
         raise TransientError("dropped")
 
-    with pytest.raises(NotFoundError, match=r"dropped \(tried 5 times\)"):
+    with pytest.raises(NotFoundError, match=r"dropped \(tried 5 times\)") as caught:
         RetryPolicy(request_attempts=5, max_delay=3.0).run(drop, lambda note: None)
+    assert caught.value.hint == "check the network, and try again", "a request has nothing to continue"
     assert delays == [0.5, 1.0, 2.0, 3.0]
 
 
