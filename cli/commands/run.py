@@ -96,8 +96,6 @@ def run(
     sampling.check()
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
-    if not (raw or source.batch is not None or text.strip()):  # "$PROMPT" of an unset variable
-        raise UsageError("the prompt is empty", code="no-prompt")
     if receipt is not None:
         from mycli.cli.replies.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 

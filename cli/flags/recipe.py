@@ -126,7 +126,8 @@ class RecipeFlags:
             raise UsageError(f"--group {group} is not supported", f"--group takes: {', '.join(_GROUPS)}")
         if self.bits is not None and self.bits not in map(str, BITS):
             choices = ", ".join([*map(str, BITS), *MIXES])
-            raise UsageError(f"--bits {self.bits} is not supported", code="choose-bits", data={"choices": choices})
+            problem = f"{self.bits} bits are" if self.bits.isdecimal() else f"--bits {self.bits} is"
+            raise UsageError(f"{problem} not supported", code="choose-bits", data={"choices": choices})
         if self.bits is not None and self.target_bpw is not None:
             raise UsageError("--bits and --target-bpw exclude each other", "use one of the two")
         return Recipe(

@@ -50,7 +50,8 @@ class ResumeFlags:
                 "--resume takes no MODEL, PROMPT, --file and --batch", "omit them: the reply has its model and prompt"
             )
         if self.resume is None and not model:
-            raise UsageError("missing argument 'MODEL'", "mycli run --help")
+            example = 'mycli run pico "What is the capital of Japan?"'
+            raise UsageError("missing argument 'MODEL'", f"for example: {example}; mycli run --help")
 
 
 def _journal() -> "ReplyJournal":

@@ -237,7 +237,11 @@ def test_version_anywhere(mycli: Mycli) -> None:
 MISTAKES = {
     "no-such-command": (["runn"], "no such command 'runn'. Did you mean 'run'?", "mycli --help"),
     "no-such-option": (["run", "pico", "--colour"], "no such option: --colour", "mycli run --help"),
-    "missing": (["run"], "missing argument 'MODEL'", "mycli run --help"),
+    "missing": (
+        ["run"],
+        "missing argument 'MODEL'",
+        'for example: mycli run pico "What is the capital of Japan?"; mycli run --help',
+    ),
     "bad-value": (["run", "pico", "-n", "x"], "-n / --max-tokens: 'x' is not a count", "mycli run --help"),
     "no-value": (["run", "pico", "--ctx"], "option '--ctx' requires an argument", "mycli run --help"),
     "too-many": (

@@ -83,7 +83,6 @@ def _spellings(command: str) -> set[str]:
             ("verify", "pico"),
             "to compare its weights with another program's reading: mycli verify pico --as transformers",
         ),
-        (("run", "pico", ""), "give a prompt: mycli run pico PROMPT; or chat: mycli chat pico"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
