@@ -67,9 +67,14 @@ def test_the_file_and_its_record(source: Source, made: Path) -> None:
     assert sorted(path.name for path in made.parent.iterdir()) == ["small.gguf", "small.mycli.json"]
 
 
-def test_calibration_windows_are_no_longer_than_a_short_context(source: Source) -> None:
+def test_windows_are_bounded_by_the_context_and_by_the_recipe(source: Source, tmp_path: Path) -> None:
     context = open_model_folder(source.folder).config.max_context
     assert plan_gguf(source, GgufRecipe("q4_k_m"), report="none").seq == context
+    long = shutil.copytree(source.folder, tmp_path / "long")
+    raw = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 8192 * context}))
+    needs = [plan_gguf(Source("small", folder), RECIPE, report="full").need for folder in (source.folder, long)]
+    assert needs[0] == needs[1], "memory follows the windows, not the context"
 
 
 def test_an_interrupted_run_gives_the_same_bytes(

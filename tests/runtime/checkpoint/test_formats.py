@@ -172,6 +172,25 @@ def test_a_preset_is_what_compressed_tensors_makes_of_it(name: str) -> None:
     assert read({**section, "config_groups": written}) == packings
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"strategy": "channel"},
+        {"num_bits": 4, "group_size": 64},
+        {"num_bits": 4, "group_size": -1},
+        {"num_bits": 3, "group_size": 32, "symmetric": False},
+        {},
+    ],
+    ids=str,
+)
+def test_fields_left_out_have_the_defaults_of_compressed_tensors(weights: dict[str, Any]) -> None:
+    layout = "pack-quantized" if weights else "int-quantized"  # packed codes have no tensor-wise scale
+    section: dict[str, Any] = {"quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"]}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    written = json.loads(QuantizationConfig.model_validate(copy.deepcopy(section)).model_dump_json())
+    assert read(section) == read(written)
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     section: dict[str, Any] = write_quantization(ONE, ["lm_head"], "bfloat16")
     inner: Any = section

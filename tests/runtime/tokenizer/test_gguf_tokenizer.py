@@ -261,6 +261,7 @@ def test_several_templates_keep_their_names() -> None:
         ("minerva-7b", "I|'m| 中文abc| |1|2|3|4| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
         ("default", "I|'|m| 中文abc| |123|4| don|'|t한글x|\n\n | é|\u0301| ab|!!| "),
         ("gigachat", "I|'m| 中文abc| 1234| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
+        ("jais-2", "|".join(["x", *(" " * count for count in (512, 256, 128, 64, 32, 16, 8, 4, 2, 1))])),
     ],
 )
 def test_rules_that_transformers_does_not_know(name: str, pieces: str) -> None:

@@ -104,8 +104,10 @@ def test_expressions_end_in_time(pico: Tokenizer, pattern: str) -> None:
     assert ids[-1] in pico.eos and re.fullmatch(pattern, pico.decode(ids[:-1]))
 
 
-def test_an_ending_that_is_not_found_limits_nothing(pico: Tokenizer) -> None:
-    grammar = Grammar.from_regex(r"(.|\n)*END", pico, frozenset(pico.eos))
+@pytest.mark.parametrize("pattern", [r"(.|\n)*END", "a{6000}"], ids=["free", "long"])
+def test_an_ending_that_is_not_found_limits_nothing(pico: Tokenizer, pattern: str) -> None:
+    grammar = Grammar.from_regex(pattern, pico, frozenset(pico.eos))
+    assert grammar._ending is not None and grammar._ending.tokens is None
     assert len(draw(pico, grammar, ReplyLimits(40))) == 40
 
 
