@@ -14,6 +14,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_CHARACTERS = 1024
+_NO_TOKEN = (1 << 32) - 1  # -1, written by some converters
 _MAX_DERIVED = 1 << 22  # characters of a vocabulary without merges: 16 for each of 262,144 tokens
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _SPACE = "▁"
@@ -78,8 +79,8 @@ def token_id(metadata: Fields, name: str, count: int) -> int | None:
     key = ggml_key(f"{name}_token_id")
     if not metadata.has(key):
         return None
-    value = metadata.integer(key, low=0)
-    if value == (1 << 32) - 1:  # -1, written by some converters
+    value = metadata.integer(key, low=0, high=_NO_TOKEN)
+    if value == _NO_TOKEN:
         return None
     if value >= count:
         raise metadata.fail(key, f"= {value} is not one of the {count} tokens")

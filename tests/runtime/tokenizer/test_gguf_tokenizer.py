@@ -171,6 +171,22 @@ def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> N
     assert tokenizer.vocabulary[ids[1]] == "▁the"
 
 
+@pytest.mark.parametrize(
+    ("changes", "added"),
+    [
+        ({}, [1, 5]),
+        ({"tokenizer.ggml.add_bos_token": False}, [5, 5]),
+        ({"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}, [5, 2]),
+        ({"tokenizer.ggml.bos_token_id": (1 << 32) - 1, "tokenizer.ggml.add_eos_token": True}, [5, 2]),
+    ],
+    ids=["default", "neither", "eos", "no-bos"],
+)
+def test_tokens_around_a_text_are_those_that_the_file_asks_for(changes: dict[str, Any], added: list[int]) -> None:
+    converted = tokenizer_json(as_read(sentencepiece(**changes)))
+    ids = tokenizers.Tokenizer.from_str(json.dumps(converted)).encode("x").ids
+    assert [5 if index not in (1, 2) else index for index in (ids[0], ids[-1])] == added
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_sentencepiece_tokenizer_is_written_and_read_back(prefix: bool) -> None:
     """The written scores rank the merges as those that they were derived from, and count the ids."""
@@ -206,6 +222,7 @@ def test_merges_follow_scores_not_places() -> None:
     vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}
     better_bc = derived_merges(vocabulary, {"ab": -2.0, "bc": -1.0, "abc": -3.0})
     assert better_bc == [["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]
+    assert derived_merges({"b": 0, "a": 1, "bb": 2, "aa": 3}, {"bb": -1.0, "aa": -1.0}) == [["b", "b"], ["a", "a"]]
 
 
 def test_ends_by_key_and_by_text() -> None:
