@@ -25,6 +25,13 @@ def told(recipe: Recipe, report: Report = "none") -> float:
     return expected_seconds(plan_quantization(resolve("pico", offline=True), recipe, report=report), CPU)
 
 
+def test_solving_grows_with_the_cube_of_the_size_and_with_the_rows() -> None:
+    whole, products, factors = (pace._multiplications(8, 32, *parts) for parts in ((31, 3.7), (31, 0), (0, 3.7)))
+    assert whole == products + factors and products > 0 and factors > 0
+    assert pace._multiplications(16, 64, 31, 3.7) == 8 * whole
+    assert pace._multiplications(16, 32, 31, 3.7) == 2 * products + factors
+
+
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_a_report_takes_longer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "_seconds", lambda task: (task(), 1e-3)[1])

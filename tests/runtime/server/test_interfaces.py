@@ -112,9 +112,12 @@ def test_functions_in_the_older_form(served: Served) -> None:
         }
     ]
     talk = [{"role": "user", "content": "Go"}]
-    answer = served.ask(
-        "POST", "/v1/chat/completions", {"messages": talk, "functions": functions, "function_call": {"name": "f"}}
-    ).json["choices"][0]
+    body = {"messages": talk, "functions": functions, "function_call": {"name": "f"}}
+    answer = served.ask("POST", "/v1/chat/completions", body).json["choices"][0]
+    events = served.ask("POST", "/v1/chat/completions", {**body, "stream": True}).events
+    deltas = [event["choices"][0]["delta"].get("function_call", {}) for event in events]
+    for field, value in answer["message"]["function_call"].items():
+        assert "".join(delta.get(field, "") for delta in deltas) == value
     assert answer["finish_reason"] == "function_call" and answer["message"]["function_call"]["name"] == "f"
     talk += [{"role": "assistant", "content": None, "function_call": answer["message"]["function_call"]}]
     talk += [{"role": "function", "name": "f", "content": "2"}]
@@ -144,7 +147,8 @@ def test_models_in_both_forms_and_the_version(served: Served) -> None:
 
 
 def test_a_line_of_the_log_has_counts_and_times(scripted: Scripted) -> None:
-    with scripted("one two three four five six seven eight", settings=ServerSettings(("pico",), log_format="json"), pause=0.01) as served:
+    words, settings = "one two three four five six seven eight", ServerSettings(("pico",), log_format="json")
+    with scripted(words, settings=settings, pause=0.01) as served:
         served.chat("secret words")
         served.chat("x", max_tokens=1, stop_regex="a")
         served.idle()

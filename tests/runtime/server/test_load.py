@@ -154,6 +154,7 @@ def test_g27_while_it_drains_nothing_new_begins(scripted: Scripted) -> None:
         assert served.ask("GET", "/health").status == 503 and served.ask("GET", "/v1/models").status == 200
         answer = served.chat()
         assert answer.status == 503 and answer.error["code"] == "shutting_down" and answer.headers["retry-after"]
+        assert answer.error["type"] == "overloaded_error"
 
 
 def test_g33_no_reply_holds_what_another_was_asked(loaded: LoadedModel) -> None:

@@ -32,6 +32,7 @@ WORDS = {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_char
         {},
         {"normalizer": {"type": "NFC"}, "pre_tokenizer": split(Regex=QWEN)},
         {"model": {"type": "BPE", "continuing_subword_prefix": "", "end_of_word_suffix": None}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * MAX_STEPS}},
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")]}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(String=" "), {"type": "ByteLevel"}]}},
         {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, special("<s>")]}},

@@ -48,10 +48,12 @@ def test_modes_are_private_or_follow_the_umask(tmp_path: Path) -> None:
     try:
         write_atomic(tmp_path / "open", b"a")
         write_atomic(tmp_path / "private", b"b", private=True)
+        with locked(tmp_path / "shared"):
+            pass
     finally:
         os.umask(old)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "private")] == [0o664, 0o600]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["open", "private"]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"open": 0o664, "private": 0o600, "shared": 0o664}
 
 
 @pytest.mark.parametrize("durable, flushed", [(False, ["file"]), (True, ["file", "folder"])])

@@ -329,6 +329,12 @@ def test_a_bare_object_is_a_call_only_of_a_tool(text: str) -> None:
     assert parse(BY_NAME["llama"], text, 3) == [text]
 
 
+@pytest.mark.parametrize("form", [form for form in TOOL_FORMATS if not form.bare_json], ids=lambda form: form.name)
+def test_a_bare_object_is_text_where_calls_have_marks(form: ToolFormat) -> None:
+    text = '{"name": "f", "arguments": {"a": 1}}'
+    assert parse(form, text, 3) == [text]
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama"])
 @pytest.mark.parametrize("step", [1, 10_000])
 def test_a_forced_call_that_the_reply_ends_in_is_not_text(name: str, step: int) -> None:
