@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
@@ -46,14 +47,18 @@ def served(loaded: LoadedModel) -> Iterator[Served]:
         yield found
 
 
+def with_template(loaded: LoadedModel, folder: Path, template: str) -> LoadedModel:
+    """Return pico with another chat template; `folder` is for its tokenizer."""
+    shutil.copy(PICO / "tokenizer.json", folder)
+    settings = json.loads((PICO / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return dataclasses.replace(loaded, tokenizer=Tokenizer.load(folder, 4096))
+
+
 @pytest.fixture(scope="session")
 def reasoning(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """Serve pico with a template that supports tools and reasoning."""
-    folder = tmp_path_factory.mktemp("reasoning")
-    shutil.copy(PICO / "tokenizer.json", folder)
-    settings = json.loads((PICO / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return dataclasses.replace(loaded, tokenizer=Tokenizer.load(folder, 4096))
+    return with_template(loaded, tmp_path_factory.mktemp("reasoning"), TEMPLATE)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
-from tests.runtime.server.conftest import Scripted
+from tests.runtime.server.conftest import TEMPLATE, Scripted, with_template
 from tests.support.served import GrammarEngine, ScriptedEngine, Served, joined, serving
 from tests.support.small_tokenizers import added, make
 
@@ -41,6 +41,17 @@ def test_reasoning_content_and_calls_are_told_apart(scripted: Scripted, reasonin
         without = served.chat("Go", stream=stream)
         content, _, calls, end = joined(without)
         assert content == REPLY.split("</think>\n\n")[1] and calls == [] and end == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}], ids=str)
+def test_a_constrained_call_is_json_where_the_models_calls_have_no_schema(
+    scripted: Scripted, loaded: LoadedModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    model = with_template(loaded, tmp_path, TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"))
+    with scripted('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', model=model) as served:
+        assert joined(served.chat("Go", tools=[TOOL]))[2] == [("f", '{"a": 1}')]
+    with scripted('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', model=model) as served:
+        assert joined(served.chat("Go", tools=[TOOL], **fields))[2] == [("f", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("token", [True, False])
