@@ -376,16 +376,3 @@ def test_sections_of_positions_that_do_not_fit(sections: object) -> None:
     config = _config("qwen3-qk-norm-hd32", {"head_dim": 16})
     with pytest.raises(ModelError, match="mrope_section"):
         position_sections(config, Fields({"mrope_section": sections}, "config.json"))
-
-
-@pytest.mark.parametrize(
-    ("layers", "vocabulary", "lite"),
-    [(26, 4096, True), (27, 4096, True), (48, 128256, True), (25, 4096, False), (48, 4096, False), (28, 128256, False)],
-)
-def test_deepseek_of_some_shapes_must_have_no_query_rank(layers: int, vocabulary: int, lite: bool) -> None:
-    """llama.cpp expects q_lora_rank by the number of layers and tokens."""
-    for rank in (16, None):
-        changes = {"num_hidden_layers": layers, "vocab_size": vocabulary, "q_lora_rank": rank}
-        config = _config("deepseek_v3-groups-yarn", changes)
-        needed = [requirement for requirement in written_architecture(config).requires if not requirement.holds(config)]
-        assert bool(needed) == (lite == (rank is not None))

@@ -186,6 +186,19 @@ def test_latent_attention_of_before_the_smaller_cache_is_read() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("layers", "vocabulary", "lite"),
+    [(26, 4096, True), (27, 4096, True), (48, 128256, True), (25, 4096, False), (48, 4096, False), (28, 128256, False)],
+)
+def test_deepseek_of_some_shapes_must_have_no_query_rank(layers: int, vocabulary: int, lite: bool) -> None:
+    """llama.cpp expects q_lora_rank by the number of layers and tokens."""
+    for rank in (16, None):
+        changes = {"num_hidden_layers": layers, "vocab_size": vocabulary, "q_lora_rank": rank}
+        config = parse_config(Fields({**FACTS["deepseek_v3-groups-yarn"]["config"], **changes}, "config.json"))
+        needed = [requirement for requirement in written_architecture(config).requires if not requirement.holds(config)]
+        assert bool(needed) == (lite == (rank is not None))
+
+
 def test_mistral_large_is_a_deepseek_with_queries_scaled_by_position() -> None:
     facts = FACTS["mistral4-beyond"]
     scaled = {"attention.temperature_scale": 0.1, "attention.temperature_length": 16}
