@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from mycli.cli.command import Call
 from mycli.cli.output import Output
 from mycli.cli.replies import batch_file as batch
-from mycli.cli.replies.batch_file import Prompt, parse_item, read_items, run_batch
+from mycli.cli.replies.batch_file import Prompt, check_batch, parse_item, read_items, run_batch
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 
@@ -180,6 +181,17 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="another process"):
             run(source, out, Model())
+
+
+def test_a_pipe_is_not_opened_to_check_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer would see the end of its only reader."""
+    opened: list[str] = []
+    monkeypatch.setattr(batch, "open_input", lambda path, pipes: opened.append(path.name) or io.BytesIO())
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    for name in ("pipe", "file"):
+        check_batch(str(tmp_path / name))
+    assert opened == ["file"]
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
