@@ -11,7 +11,10 @@ from mycli.runtime.tokenizer.parsing.reasoning_parser import (
     ReasoningFormat,
     ReasoningParser,
     find_reasoning_format,
+    prompt_end,
 )
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.paths import PICO
 
 
 def split(text: str, cuts: list[int], prompt_end: str = "") -> list[Part]:
@@ -19,6 +22,14 @@ def split(text: str, cuts: list[int], prompt_end: str = "") -> list[Part]:
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     parts = [part for a, b in zip(places, places[1:], strict=False) for part in splitter.feed(text[a:b])]
     return parts + splitter.flush()
+
+
+@pytest.mark.parametrize("count", [0, 500])
+def test_the_end_of_a_prompt_is_short_and_has_its_marks(count: int) -> None:
+    tokenizer = Tokenizer.load(PICO, 4096)
+    ids = tokenizer.encode(" word" * count + "<|im_start|>assistant\n", add_special=False, allow_special=True)
+    end = prompt_end(tokenizer, ids)
+    assert end.endswith("<|im_start|>assistant\n") and len(end) < 500
 
 
 def joined(parts: list[Part], reasoning: bool) -> str:
