@@ -201,10 +201,8 @@ def _evaluation(model: ScoredModel, text: TokenWindows, scores: Sequence[dict[st
     )
 
 
-def measure_activations(
-    folder: ModelFolder, placement: Placement, text: TokenWindows, reference: StreamedModel, progress: ReportProgress
-) -> dict[Activations, Evaluation]:
-    """Score a packed model in bf16 with activations of 16 and of 8 bits; empty if no CPU kernel multiplies it."""
+def activation_models(folder: ModelFolder, placement: Placement) -> dict[Activations, StreamedModel]:
+    """Return a packed model in bf16 with activations of 16 and of 8 bits; empty if no CPU kernel multiplies it."""
     kinds: tuple[Activations, ...] = "16", "8"
     placements = [replace(placement, dtype=torch.bfloat16, activations=kind) for kind in kinds]
     models = [StreamedModel(folder, precision) for precision in placements]
@@ -212,7 +210,7 @@ def measure_activations(
         return {}
     if "lm_head" not in folder.packings:
         models[1].share_head(models[0])
-    return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))
+    return dict(zip(kinds, models, strict=True))
 
 
 def measure_heads(

@@ -10,10 +10,10 @@ from mycli.quant.calls.record import CallCounts, CallQuality
 from mycli.quant.evaluate import (
     Evaluation,
     TokenWindows,
+    activation_models,
     cut,
-    evaluate,
+    evaluate_each,
     held_out_text,
-    measure_activations,
     measure_heads,
 )
 from mycli.quant.layer_streaming import StreamedModel
@@ -114,16 +114,16 @@ def measure_result(
     model = StreamedModel(result, placement, reference.at_once)
     if same_head and "lm_head" not in result.packings:
         model.share_head(reference)
-    evaluation = evaluate(model, text, reference, progress) if head is None else head.evaluation
-    kl_of_head = None if head is None else head.kl
+    # In one pass: the reference runs and predicts once for all precisions.
+    rounded = activation_models(result, placement)
+    models = [*([model] if head is None else []), *rounded.values()]
+    measured = evaluate_each(models, text, reference, progress) if models else []
+    evaluation = measured.pop(0) if head is None else head.evaluation
+    kl = [score.divergence.kl.value for score in measured if score.divergence is not None]
+    activations = ActivationKl(*kl) if kl else None
+    del rounded, models
     calls = _measure_calls(original, model, progress)
-    if placement.device.type != "cpu" or evaluation.divergence is None:
-        return QualityReport(evaluation, kl_of_head, None, calls)
-    del model
-    measured = measure_activations(result, placement, text, reference, progress)
-    kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
-    activations = ActivationKl(*(divergence.kl.value for divergence in kl if divergence is not None)) if kl else None
-    return QualityReport(evaluation, kl_of_head, activations, calls)
+    return QualityReport(evaluation, None if head is None else head.kl, activations, calls)
 
 
 def _measure_calls(original: Original, model: StreamedModel, progress: ReportProgress) -> CallQuality | None:

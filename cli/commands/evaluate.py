@@ -107,12 +107,14 @@ def _sweep_activations(
     # The reference is exact: fp32 activations, which no kernel rounds.
     reference = StreamedModel(folders[-1], replace(placement, dtype=torch.float32))
     with stages(call.out.progress) as progress:
-        measured = measuring.measure_activations(folders[0], placement, text, reference, progress)
-    if not measured:
-        raise UsageError(
-            f"{names[0]} has no packed weights that CPU kernels multiply in bf16", "--activations-sweep compares those"
-        )
-    results = [{"activations": bits, **asdict(result)} for bits, result in measured.items()]
+        models = measuring.activation_models(folders[0], placement)
+        if not models:
+            raise UsageError(
+                f"{names[0]} has no packed weights that CPU kernels multiply in bf16",
+                "--activations-sweep compares those",
+            )
+        measured = measuring.evaluate_each([*models.values()], text, reference, progress)
+    results = [{"activations": bits, **asdict(result)} for bits, result in zip(models, measured, strict=True)]
     answer = {"model": names[0], "reference": names[-1], "sweep": results}
     _show_sweep(call, answer, _ACTIVATION_COLUMNS, f"{names[-1]} in float32")
 

@@ -307,7 +307,8 @@ def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     # An unquantized head is in memory twice: shared by both models, and in bf16 where activations are measured.
     heads = 4 if "lm_head" in work.packings else 3
     head = _FLOAT * config.vocab_size * config.hidden_size * heads // 2
-    streams = min(_FLOAT * work.measured * config.stream_width * 2, STREAM_BYTES)
+    # Of both models in fp32, and of the result in bf16 with activations of 16 and of 8 bits.
+    streams = min(_FLOAT * work.measured * config.stream_width * 3, STREAM_BYTES)
     slices = 3 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = _whole_windows(at_once, work.context)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant import pipeline
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card as record
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan as planning
@@ -194,6 +195,24 @@ def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path:
     assert written["card"]["divergence"]["kl"]["value"] == card.divergence.kl.value
     for stage in ("quantizing", "layers", "windows"):
         assert any(name == stage and done == total for name, done, total in steps)
+
+
+def test_the_source_runs_once_for_all_precisions_of_the_report(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[Path] = []
+    hidden = StreamedModel.hidden
+
+    def counted(model: StreamedModel, *rest: Any) -> Tensor:
+        passes.append(model.folder.path)
+        return hidden(model, *rest)
+
+    monkeypatch.setattr(StreamedModel, "hidden", counted)
+    work = plan_quantization(source, Recipe("rtn", bits=4, group=32, head="keep"))
+    outcome = quantize(work, tmp_path / "out", CPU)
+    assert passes.count(source.folder) == 1
+    others = len(passes) - 1  # in fp32, and where a kernel multiplies packed weights with activations of 16 and 8 bits
+    assert others == (1 if outcome.report.activations is None else 3)
 
 
 @pytest.mark.parametrize("fault", ["E9-same-bytes-twice"])
