@@ -148,11 +148,13 @@ class BlockSolver:
 class _CopyOfBlock:
     # One block of a copy, while it is solved product by product.
 
-    def __init__(self, blocks: BlockSolver, index: int) -> None:
+    def __init__(self, blocks: BlockSolver, index: int, is_balanced: bool) -> None:
+        """`is_balanced`: another copy has found no column to balance in this block."""
         self._blocks, self._index, self._solver = blocks, index, blocks.solver
         block = blocks.model.block(index)
-        stored = blocks.model.stored_dtype
-        self.changed, self._factors = balance(block, stored) if self._solver.balances else ({}, {})
+        balances = self._solver.balances and not is_balanced
+        self.changed, self._factors = balance(block, blocks.model.stored_dtype) if balances else ({}, {})
+        self.is_balanced = self._solver.balances and not self._factors
         keeps = blocks.original.keeps
         self.state = ObservedBlock(block, blocks.stream, side_inputs=blocks.side_inputs, keeps=keeps)
         self._scales = dict(self._factors)  # by product: what divides the original's inputs
@@ -239,7 +241,9 @@ def solve_copies_of_block(solvers: Sequence[BlockSolver], index: int) -> list[So
     if index == original.model.config.layers:
         return [solver.solve_head() for solver in solvers]
     block = original.model.block(index)
-    copies = [_CopyOfBlock(solver, index) for solver in solvers]
+    copies: list[_CopyOfBlock] = []
+    for solver in solvers:
+        copies.append(_CopyOfBlock(solver, index, any(copy.is_balanced for copy in copies)))
     if any(solver.solver.transform is not None for solver in solvers):
         for product, hessian, too_few in original.hessians(block):
             for copy in copies:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.recipe import Recipe
+from mycli.quant.solving import blockwise
 from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, solve_copies_of_block
 from mycli.quant.solving.column_balance import balance, column_scale
 from mycli.quant.solving.linear_solver import LinearSolver
@@ -81,3 +82,25 @@ def test_they_cost_hardly_anything(planted: Path) -> None:
         baseline.append([layer.rounding_output_error or 0.0 for layer in solved.layers])
     assert sum(lost[1]) < 1.3 * sum(lost[0])
     assert sum(baseline[1]) > 3 * sum(baseline[0]), "rounding without data knows nothing of the factors"
+
+
+def test_copies_look_for_outlying_columns_once_if_there_are_none(
+    planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(3, 4096, (8, 32), generator=torch.Generator().manual_seed(0))
+    calls: list[int] = []
+    monkeypatch.setattr(blockwise, "balance", lambda *block: (calls.append(1), balance(*block))[1])
+    for folder, searches in ((PICO, 1), (planted, 2)):
+        model = StreamedModel(open_model_folder(folder), CPU, dense=True)
+        solver = LinearSolver("rtn", torch.bfloat16)
+        widths = [Recipe("awq", bits=bits, head="keep").packings(model.config) for bits in (4, 2)]
+        original = OriginalBlocks(model, tokens)
+        calls.clear()
+        together = solve_copies_of_block([BlockSolver(original, packings, solver) for packings in widths], 0)
+        assert len(calls) == searches
+        for packings, copy in zip(widths, together, strict=True):
+            (alone,) = solve_copies_of_block([BlockSolver(OriginalBlocks(model, tokens), packings, solver)], 0)
+            assert copy.layers == alone.layers and copy.changed.keys() == alone.changed.keys()
+            for name, linear in alone.linears.items():
+                assert torch.equal(linear.codes, copy.linears[name].codes)
+                assert torch.equal(linear.scales, copy.linears[name].scales)
