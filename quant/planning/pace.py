@@ -128,7 +128,8 @@ def _solving(config: ModelConfig, solver: LinearSolver, packing: Packing, tokens
     transform = solver.transform
     if transform is not None:
         norm = config.norm()
-        solving += _seconds(lambda: transform.choose_scale(weight, grid, hessian, norm))
+        with reduced_precision(placement.device):
+            solving += _seconds(lambda: transform.choose_scale(weight, grid, hessian, norm))
     solving /= _multiplications(width, width, 18, 1.3)
     total = 0.0
     for index in range(config.layers):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.cpu.rounded import add_rounded_outer, rounds
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.cpu.rounded import add_rounded_outer, rounded_product, rounds
 from mycli.runtime.kernels.registry import DENSE_PRODUCT
 
 # Ridge regression on calibration tokens: the first step of Qronos (arXiv 2505.11695), for all columns together.
@@ -90,3 +91,12 @@ def refit(weight: Tensor, fitted: Moments, held_out: Moments) -> tuple[Tensor, f
         return target, 0.0
     share = min(1.0, max(0.0, agreement / length))
     return target + share * step, share
+
+
+def output_size(weight: Tensor, hessian: Tensor) -> float:
+    """Return ||W X||^2 of weight [N, K] for inputs X of second moments `hessian` fp32 [K, K]."""
+    # The Hessian is symmetric, so its transpose takes its place.
+    rows = weight.float().contiguous()
+    product = rounded_product(rows, hessian)
+    product = rows @ hessian if isinstance(product, Declined) else product
+    return float(product.mul_(rows).sum(dtype=torch.float64))

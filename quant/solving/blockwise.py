@@ -176,7 +176,8 @@ class _CopyOfBlock:
         # The error of plain rounding as if columns were not scaled: scales are a part of the method.
         for spec, part in zip(linear.specs, _parts(linear), strict=True):
             self._rounding[spec.name] = self._rounding_error(part, self._blocks.packings[spec.name], scaled, factor)
-        scale = transform.choose_scale(linear.weight(), grid, scaled, source)
+        with reduced_precision(scaled.device):  # scales that differ by less than its error are equally good
+            scale = transform.choose_scale(linear.weight(), grid, scaled, source)
         if scale is None:
             return
         changed, used = transform.fold(block, product, scale, self._blocks.model.stored_dtype)

@@ -10,7 +10,7 @@ from mycli.quant import solvers, transforms
 from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.output.model_card import Layer
 from mycli.quant.recipe import Recipe
-from mycli.quant.rounding.error_compensation import Moments, refit
+from mycli.quant.rounding.error_compensation import Moments, output_size, refit
 from mycli.quant.rounding.grid import (
     Grid,
     Quantized,
@@ -21,8 +21,7 @@ from mycli.quant.rounding.grid import (
     round_to_nearest,
 )
 from mycli.quant.tuning.block import preferred_shifts
-from mycli.runtime.errors import Declined, ModelError
-from mycli.runtime.kernels.cpu.rounded import rounded_product
+from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.scheme import Packing
 
 TOO_FEW_TOKENS = "calibration sent the expert too few tokens"
@@ -157,9 +156,5 @@ def output_error(
 
 
 def _output_size(weight: Tensor, hessian: Tensor) -> float:
-    # ||W X||^2. The Hessian is symmetric, so its transpose takes its place.
-    rows = weight.float().contiguous()
     with reduced_precision(hessian.device):  # rounding moves the ratio by less than 1e-4
-        product = rounded_product(rows, hessian)
-        product = rows @ hessian if isinstance(product, Declined) else product
-        return float(product.mul_(rows).sum(dtype=torch.float64))
+        return output_size(weight, hessian)

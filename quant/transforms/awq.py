@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mycli.quant.rounding.error_compensation import output_size
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales, round_to_grid
 from mycli.quant.rounding.rows import row_scale
 from mycli.quant.transforms import TransformSpec
@@ -42,7 +43,7 @@ def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec |
         scaled = target * scale
         scales = find_scales(scaled, grid, hessian.diagonal() / scale.square())
         lost = (dequantize_codes(Quantized(round_to_grid(scaled, scales, grid), scales), grid) / scale).sub_(target)
-        error = float((lost @ hessian).mul_(lost).sum(dtype=torch.float64))
+        error = output_size(lost, hessian)
         if error < least:
             best, least = (scale if ratio else None), error
     return best
