@@ -74,7 +74,7 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     if work.sensitivity_tokens:
         stages.append(_sensitivity(work, at_once))
     if work.measured:
-        stages.append(_measuring(work, at_once))
+        stages.append(_measuring(work, at_once, gpu))
     if gpu:
         host = max(host for host, _ in stages) + _SMALL
         return Need(host, max(device for _, device in stages) + LIBRARIES, at_once)
@@ -302,13 +302,13 @@ def _largest_tensor(work: QuantizationWork) -> int:
     return 5 * largest + _SMALL
 
 
-def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
+def _measuring(work: QuantizationWork, at_once: int, gpu: bool) -> tuple[int, int]:
     config = work.config
     # An unquantized head is in memory twice: shared by both models, and in bf16 where activations are measured.
     heads = 4 if "lm_head" in work.packings else 3
     head = _FLOAT * config.vocab_size * config.hidden_size * heads // 2
-    # Of both models in fp32, and of the result in bf16 with activations of 16 and of 8 bits.
-    streams = min(_FLOAT * work.measured * config.stream_width * 3, STREAM_BYTES)
+    # Of both models in fp32; on a CPU also of the result in bf16 with activations of 16 and of 8 bits.
+    streams = min(_FLOAT * work.measured * config.stream_width * (2 if gpu else 3), STREAM_BYTES)
     slices = 3 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = _whole_windows(at_once, work.context)
