@@ -88,7 +88,9 @@ def test_every_command_in_the_words_of_the_program_is_one() -> None:
 def test_an_unbreakable_command_ends_before_the_following_prose() -> None:
     """A verb missing in `COMMAND` would make a whole sentence unbreakable."""
     commands = [match[0] for _, line in lines() for match in COMMAND.finditer(f"mycli {line.partition('  #')[0]}")]
-    assert len(commands) > 30 and not [command for command in commands if re.search(r" [a-z]{3,}s(?= |$)", command)]
+    # A value of an option may end like a verb: --to safetensors.
+    prose = re.compile(r"(?<!--to)(?<!--as) [a-z]{3,}s(?= |$)")
+    assert len(commands) > 30 and not [command for command in commands if prose.search(command)]
 
 
 @pytest.fixture
