@@ -1,6 +1,6 @@
 """int4 vectors for the KV cache: a Hadamard rotation, then 4-bit codes in groups of 32 with a bf16 scale each.
 
-Native code computes the same bits (`attention_int4.h`); the byte layout is in `runtime.quantization.int4_vectors`.
+Native code computes the same bits (`attention_int4.h`); the layout is in `runtime.quantization.int4_vectors`.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from mycli.runtime.quantization.int4_vectors import INT4_GROUP, UNIT, int4_bytes, int4_groups, int4_head_dim
+from mycli.runtime.quantization.int4_vectors import INT4_GROUP, UNIT, int4_groups
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # a scale below it is 0
 
@@ -29,13 +29,13 @@ def hadamard(x: Tensor) -> Tensor:
     return y * (1 / math.sqrt(block))
 
 
-def pack_int4(values: Tensor) -> Tensor:
-    """Pack values [..., head_dim] to uint8 [..., bytes]; a value that is not finite makes its rotation block NaN.
+def pack_int4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack values [..., head_dim] to codes uint8 [..., head_dim / 2] and scales bf16 [..., groups].
 
-    Raises ModelError for heads that are not a multiple of 16.
+    A value that is not finite makes its rotation block NaN. Raises ModelError for heads that are not a multiple of 16.
     """
     *outer, head_dim = values.shape
-    nbytes, groups = int4_bytes(head_dim), int4_groups(head_dim)
+    groups = int4_groups(head_dim)
     rotated = hadamard(values.float())
     whole = torch.nn.functional.pad(rotated, (0, groups * INT4_GROUP - head_dim))
     padded = whole.view(*outer, groups, INT4_GROUP)
@@ -49,17 +49,17 @@ def pack_int4(values: Tensor) -> Tensor:
     codes = (padded / steps.masked_fill(tiny, torch.inf).unsqueeze(-1)).round_().nan_to_num_(0).clamp_(-8, 7)
     halves = codes.flatten(-2)[..., :head_dim].to(torch.int8).view(torch.uint8) & 15
     lower, upper = halves.reshape(*outer, head_dim // UNIT, 2, UNIT // 2).unbind(-2)
-    packed = torch.empty(*outer, nbytes, dtype=torch.uint8, device=values.device)
-    packed[..., : head_dim // 2] = (lower | upper << 4).flatten(-2)
-    packed[..., head_dim // 2 :] = scales.view(torch.uint8)
-    return packed
+    return (lower | upper << 4).flatten(-2), scales
 
 
-def unpack_int4(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack uint8 [..., bytes] to values [..., head_dim] in `dtype`, rotated back; sums are fp32, fp64 for fp64."""
+def unpack_int4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unpack what `pack_int4` returned to values [..., head_dim] in `dtype`, rotated back.
+
+    Sums are fp32, fp64 for fp64.
+    """
     exact = torch.promote_types(dtype, torch.float32)
-    head_dim = int4_head_dim(packed.shape[-1])
-    units = packed[..., : head_dim // 2].reshape(*packed.shape[:-1], head_dim // UNIT, UNIT // 2)
-    codes = torch.stack((units << 4, units), -2).flatten(-3).view(torch.int8) >> 4  # the sign is the upper half's
-    scales = packed[..., head_dim // 2 :].contiguous().view(torch.bfloat16).to(exact)
-    return hadamard(codes.to(exact) * scales.repeat_interleave(INT4_GROUP, -1)[..., :head_dim]).to(dtype)
+    head_dim = 2 * codes.shape[-1]
+    units = codes.reshape(*codes.shape[:-1], head_dim // UNIT, UNIT // 2)
+    halves = torch.stack((units << 4, units), -2).flatten(-3).view(torch.int8) >> 4  # the sign is the upper half's
+    steps = scales.to(exact).repeat_interleave(INT4_GROUP, -1)[..., :head_dim]
+    return hadamard(halves.to(exact) * steps).to(dtype)

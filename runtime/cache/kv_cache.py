@@ -1,7 +1,7 @@
 """The paged KV cache: preallocated tensors, in the model's dtype, bf16, int8 or int4.
 
-int8: one scale per token and head, its largest magnitude / 127. int4: the vectors of `runtime.cache.int4`. Each token
-is quantized by itself, so the contents do not depend on how a prompt was split into passes.
+int8: one scale per token and head, its largest magnitude / 127. int4: the codes and scales of `runtime.cache.int4`.
+Each token is quantized by itself, so the contents do not depend on how a prompt was split into passes.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.models.config import KvDtype, ModelConfig
-from mycli.runtime.quantization.int4_vectors import int4_bytes
+from mycli.runtime.quantization.int4_vectors import int4_groups
 
 PACKED = torch.uint8  # dtype of an int4 cache
 
@@ -26,28 +26,29 @@ def cache_dtype(kv: KvDtype, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values [sequences, kv_heads, length, head_dim] in a cache dtype; for int4 the last axis is bytes."""
+    """Keys or values [sequences, kv_heads, length, head_dim] in a cache dtype; for int4 bytes of two codes."""
 
     data: Tensor
-    scales: Tensor | None = None  # fp32 [sequences, kv_heads, length] for int8
+    # int8: fp32 [sequences, kv_heads, length]; int4: bf16 [sequences, kv_heads, length, groups]
+    scales: Tensor | None = None
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> "Stored":
         if dtype == torch.int8:
             return cls(*quantize_vectors(values))
-        if dtype == PACKED != values.dtype:
+        if dtype == PACKED:
             from mycli.runtime.cache.int4 import pack_int4
 
-            return cls(pack_int4(values))
+            return cls(*pack_int4(values))
         return cls(values.to(dtype))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
+        if self.scales is None:
+            return self.data.to(dtype)
         if self.data.dtype == PACKED:
             from mycli.runtime.cache.int4 import unpack_int4
 
-            return unpack_int4(self.data, dtype)
-        if self.scales is None:
-            return self.data.to(dtype)
+            return unpack_int4(self.data, self.scales, dtype)
         return self.data.to(dtype).mul_(self.scales.unsqueeze(-1).to(dtype))
 
     def contiguous(self) -> "Stored":
@@ -78,8 +79,8 @@ class KVCache:
     """Keys and values [2, blocks, kv_heads, block_size, head_dim] per layer, and `states` of recurrent layers.
 
     Latent attention stores two tensors [1, blocks, 1, block_size, size] in their place: latents, then rotated values.
-    The last axis is bytes for `PACKED`; raises ModelError for head dimensions that cannot be packed. A block as long as
-    the context for each sequence gives contiguous slots, which are read without a gather.
+    int4 stores bytes of two codes; raises ModelError for head dimensions that cannot be packed. A block as long as the
+    context for each sequence gives contiguous slots, which are read without a gather.
     """
 
     # Nothing is cleared when a sequence is truncated or a block reused: positions are written before they are read.
@@ -95,12 +96,14 @@ class KVCache:
     ) -> None:
         self.states = StateStore(config, slots, device)
         data: list[Tensor] = []
-        scales: list[Tensor] = []  # empty except for int8
+        scales: list[Tensor] = []  # empty except for int8 and int4
         for vectors, heads, size in (shape for layer in range(config.layers) for shape in config.cache_shapes(layer)):
-            shape = (vectors, blocks, heads, block_size, int4_bytes(size) if dtype == PACKED else size)
-            data.append(torch.zeros(shape, dtype=dtype, device=device))
-            if dtype == torch.int8:
-                scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
+            shape = vectors, blocks, heads, block_size
+            if dtype == PACKED:
+                scales.append(torch.zeros(*shape, int4_groups(size), dtype=torch.bfloat16, device=device))
+            elif dtype == torch.int8:
+                scales.append(torch.zeros(shape, dtype=torch.float32, device=device))
+            data.append(torch.zeros(*shape, size // 2 if dtype == PACKED else size, dtype=dtype, device=device))
         self._data, self._scales = data, scales
         self.blocks, self.block_size = blocks, block_size
         # One view each of keys and values per layer, made once: making one takes as long as storing a token.
@@ -119,26 +122,25 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
-    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [T, kv_heads, head_dim], or packed [T, kv_heads, bytes], of the tokens of `batch`."""
+    def write(self, layer: int, batch: Batch, keys: Stored, values: Stored) -> None:
+        """Store keys and values [T, kv_heads, head_dim], in the dtype of the cache, of the tokens of `batch`."""
         chunks = batch.chunks
-        for kind, new in enumerate((keys, values)):
+        for kind, stored in enumerate((keys, values)):
             data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
-            stored = Stored.of(new, data.dtype)
             if len(chunks) == 1 and len(chunks[0].blocks) == 1:
                 (chunk,) = chunks
                 place = chunk.blocks[0], slice(None), slice(chunk.start, chunk.length)
                 data[place] = stored.data.transpose(0, 1)
                 if scales is not None and stored.scales is not None:
-                    scales[place] = stored.scales.T
+                    scales[place] = stored.scales.transpose(0, 1)
                 continue
             slots = batch.slot_mapping
             self._write_at(layer, kind, slots // self.block_size, slots % self.block_size, stored)
 
-    def write_at(self, layer: int, block: Tensor, offset: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write_at(self, layer: int, block: Tensor, offset: Tensor, keys: Stored, values: Stored) -> None:
         """Store keys and values, as in `write`, at int64 [T] blocks and offsets on the device."""
-        for kind, new in enumerate((keys, values)):
-            self._write_at(layer, kind, block, offset, Stored.of(new, self.dtype))
+        for kind, stored in enumerate((keys, values)):
+            self._write_at(layer, kind, block, offset, stored)
 
     def _write_at(self, layer: int, kind: int, block: Tensor, offset: Tensor, stored: Stored) -> None:
         data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.batch import Batch, Chunk
-from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.kv_cache import KVCache, Stored
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
@@ -109,7 +109,7 @@ def _touch(cache: KVCache, runner: ModelRunner) -> None:
             for start in range(0, size, TOUCHED):
                 count = min(TOUCHED, size - start)
                 batch = Batch.of([Chunk([0] * count, start, (block,), 0)], size, runner.device)
-                cache.write(layer, batch, keys[:count], values[:count])
+                cache.write(layer, batch, *(Stored.of(part[:count], cache.dtype) for part in (keys, values)))
 
 
 def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequences: int) -> None:

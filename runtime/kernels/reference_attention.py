@@ -111,8 +111,8 @@ def _attend_fp32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor:
     """Attention of a ragged batch over cache blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim]."""
-    # keys, values: [blocks, kv_heads, block_size, head_dim], int4 vectors as bytes. Scores and sums are fp32 (fp64 for
-    # an fp64 query), the result has the dtype of the query. Sequences are computed one after another.
+    # keys, values: [blocks, kv_heads, block_size, head_dim], int4 as bytes of two codes. Scores and sums are fp32 (fp64
+    # for an fp64 query), the result has the dtype of the query. Sequences are computed one after another.
     starts, lengths = ragged.starts.tolist(), ragged.lengths.tolist()
     out = torch.empty_like(query)
     for s, length in enumerate(lengths):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels import recurrent, reference, reference_attention
-from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
+from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_stored
 from mycli.runtime.kernels.cpu.elementwise import (
     native_clamped_swiglu,
     native_gelu,
@@ -159,8 +159,8 @@ PORTABLE_HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 PORTABLE_HEAD_PRODUCT = Operation(
     "portable product by heads", (_late("kernels.cpu.latent", "native_head_product", portable=True),)
 )
-VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation(
-    "packing of vectors", (native_pack_int4, _late("cache.int4", "pack_int4"))
+CACHE_VECTORS: Operation[[Tensor, torch.dtype], Stored] = Operation(
+    "conversion to the cache's dtype", (native_stored, Stored.of)
 )
 # The references compute the runs that the host knows.
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs | DeviceRuns, bool], Tensor]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, Chunk
-from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored
+from mycli.runtime.cache.kv_cache import KVCache, Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import (
     ATTENTION,
+    CACHE_VECTORS,
     LATENT_ATTENTION,
     PAGED_ATTENTION,
     PROMPT_ATTENTION,
-    VECTOR_PACKING,
 )
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec
@@ -116,9 +116,7 @@ class PromptAttention:
         return ATTENTION(query, key, value, mask, None, spec.scale, None, None, None)
 
     def _stored(self, values: Tensor) -> Stored:
-        if self._dtype is None:
-            return Stored(values)
-        return Stored.of(VECTOR_PACKING(values) if self._dtype == PACKED else values, self._dtype)
+        return Stored(values) if self._dtype is None else CACHE_VECTORS(values, self._dtype)
 
 
 class PagedAttention:
@@ -140,9 +138,7 @@ class PagedAttention:
     ) -> Tensor:
         batch, cache = self._batch, self._cache
         if new is not None:
-            key, value = new[0][0], new[1][0]
-            if cache.dtype == PACKED:
-                key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
+            key, value = (CACHE_VECTORS(part[0], cache.dtype) for part in new)
             cache.write(layer, batch, key, value)
         layer = layer if spec.kv_source is None else spec.kv_source
         scoring = attention_scoring(spec, sinks)
@@ -160,9 +156,7 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
-        latent, rotated = (part.unsqueeze(1) for part in new)
-        if self._cache.dtype == PACKED:
-            latent, rotated = VECTOR_PACKING(latent), VECTOR_PACKING(rotated)
+        latent, rotated = (CACHE_VECTORS(part.unsqueeze(1), self._cache.dtype) for part in new)
         self._cache.write(layer, self._batch, latent, rotated)
         return LATENT_ATTENTION(*query, *self._cache.all(layer), self._ragged, spec.scale)
 

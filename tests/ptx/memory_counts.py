@@ -3,7 +3,7 @@
 PYTHONPATH=.links python -m tests.ptx.memory_counts FOLDER [80 90 120]
 
 Prints the table; FOLDER caches what is compiled. Small matrices suffice: each iteration of a loop does the same.
-The exit code is 1 if a count is above its limit.
+The exit code is 1 if a count is above `MOST`.
 """
 
 import math
@@ -33,14 +33,7 @@ CAPABILITIES = (80, 90, 120)
 SIZE, COLUMNS = 128, 8192  # of a weight: one program runs most iterations
 CACHES = {"": torch.bfloat16, " int8": torch.int8, " int4": PACKED}  # by suffix of a name
 PROMPT = 200  # tokens of a prompt
-MOST = 1.1  # factor of the minimum
-# Known exceptions by launch, count and capability. Scales of int4 vectors lie behind the codes, 72 or 144 bytes apart.
-KNOWN = {
-    ("attend int4", "global reads"): dict.fromkeys(CAPABILITIES, 1.5),
-    ("attend int4 to 8", "global reads"): dict.fromkeys(CAPABILITIES, 1.6),
-    ("attend prompt int4 of 128", "global reads"): dict.fromkeys(CAPABILITIES, 1.55),
-    ("attend prompt int4 of 256", "global reads"): dict.fromkeys(CAPABILITIES, 1.3),
-}
+MOST = 1.1  # times the minimum that a launch may cost
 GROUPS = ("shared", "global reads", "global writes")
 
 
@@ -158,19 +151,14 @@ def ratios(found: list[Cost]) -> dict[str, float]:
     return result
 
 
-def limit(launch: Launch, group: str, capability: int) -> float:
-    """Return the most that a launch may cost, as a factor of the minimum."""
-    return KNOWN.get((str(launch), group), {}).get(capability, MOST)
-
-
 def table(folder: Path, capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[str]:
-    """Yield the lines of the page; a count above its limit is bold."""
+    """Yield the lines of the page; a count above `MOST` is bold."""
     yield "| kernel | sm | shared wavefronts | sectors read | sectors written |"
     yield "|---|---:|---:|---:|---:|"
     for capability in capabilities:
         for launch in LAUNCHES:
             found = ratios(emulate(folder, capability, costs, launch))
-            marks = {name: "**" * (not found[name] <= limit(launch, name, capability)) for name in GROUPS}
+            marks = {name: "**" * (not found[name] <= MOST) for name in GROUPS}
             cells = (f"{marks[name]}{found[name]:.2f}{marks[name]}" for name in GROUPS)
             yield f"| {launch} | {capability} | " + " | ".join(cells) + " |"
 

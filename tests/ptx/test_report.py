@@ -32,7 +32,7 @@ _SMALL = dict.fromkeys(("SiLU 1", "rotate 1", "rotate int4 1", "rotate int4 8", 
 _LARGE = dict.fromkeys(
     ("int4-channel rows 16", "int4-g64 rows 32", "int4-g128 rows 32", "int2-g128 rows 8", "int8-g16 rows 16"), 8
 )
-SPILLED = {80: {"add 1": 8}, 86: _SMALL, 89: _SMALL, 100: _LARGE | {"rotate int4 1": 8, "SiLU 8": 16, "a norm": 16}}
+SPILLED = {80: {"add 1": 8}, 86: _SMALL, 89: _SMALL, 100: _LARGE | {"SiLU 8": 16, "a norm": 16}}
 FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
 
 

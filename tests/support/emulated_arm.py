@@ -16,6 +16,7 @@ from typing import Any
 
 from mycli.runtime.kernels.cpu.library.build import CAttention, CTableWeight, CWeight
 from mycli.runtime.kernels.cpu.library.compiler import FLAGS, compile_sources, digest, read_sources
+from mycli.runtime.quantization.int4_vectors import int4_groups
 from tests.support.native_code import FOLDER
 
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
@@ -168,13 +169,15 @@ def _latent(one: Any) -> Buffer:
 def _attention(one: CAttention) -> Buffer:
     heads = one.kv_heads * one.group
     tokens = ctypes.c_int32.from_address(one.starts + 4 * one.sequences).value
-    cache = one.blocks * one.block_stride
+    vectors = one.blocks * one.block_stride
+    cache = vectors * one.head_dim * (8, 4, 2, 1)[one.cache_type] // 2
+    scales = vectors * (2 * int4_groups(one.head_dim) if one.cache_type == 3 else 4)
     sizes = {
         "query": tokens * heads * one.head_dim * _size(one.query_type),
-        "keys": cache * (4, 2, 1, 1)[one.cache_type],
-        "values": cache * (4, 2, 1, 1)[one.cache_type],
-        "key_scales": cache // one.head_dim * 4,
-        "value_scales": cache // one.head_dim * 4,
+        "keys": cache,
+        "values": cache,
+        "key_scales": scales,
+        "value_scales": scales,
         "sinks": heads * 4,
         "out": tokens * heads * one.head_dim * _size(one.out_type),
         "starts": (one.sequences + 1) * 4,

@@ -114,13 +114,14 @@ class _NativePart:
 
 def _layer_cache(module: Attention | LatentAttention, cache: KVCache, rotations: Sequence[RopeSpec]) -> CLayerCache:
     keys, values = cache.all(module.kv_layer)
-    strides, rope = keys.data.stride(), module.spec.rope
+    blocks, _, block_size, size = keys.data.shape
+    rope = module.spec.rope
     return CLayerCache(
         *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
-        keys.data.shape[0],
-        keys.data.shape[2],
-        strides[0],
-        strides[1],
+        blocks,
+        block_size,
+        keys.data.stride(0) // size,
+        keys.data.stride(1) // size,
         CACHE_TYPES[keys.data.dtype],
         -1 if rope is None else rotations.index(rope),
     )

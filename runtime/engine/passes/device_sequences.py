@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.kernels.recurrent import DeviceRuns
-from mycli.runtime.kernels.registry import LATENT_ATTENTION, PAGED_ATTENTION, PROMPT_ATTENTION, VECTOR_PACKING
+from mycli.runtime.kernels.registry import CACHE_VECTORS, LATENT_ATTENTION, PAGED_ATTENTION, PROMPT_ATTENTION
 from mycli.runtime.layers.attention import KeyValue, attention_scoring
 from mycli.runtime.layers.recurrent import Advance, Rows
 from mycli.runtime.memory.graphs import MOST_ROWS
@@ -61,11 +61,8 @@ class DeviceSequences:
 
     def _store(self, layer: int, new: KeyValue) -> None:
         """Write keys and values [rows, kv_heads, size] of a layer to the cache."""
-        key, value = new
-        if self._rows is not None:
-            key, value = key.index_select(0, self._rows), value.index_select(0, self._rows)
-        if self._cache.dtype == PACKED:
-            key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
+        rows = new if self._rows is None else tuple(part.index_select(0, self._rows) for part in new)
+        key, value = (CACHE_VECTORS(part, self._cache.dtype) for part in rows)
         self._cache.write_at(layer, self._blocks, self._offsets, key, value)
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:

@@ -15,7 +15,7 @@ from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CAttention
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.quantization.int4_vectors import int4_bytes
+from mycli.runtime.quantization.int4_vectors import int4_groups
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, PACKED: 3}  # `CacheType` of attention_task.h
 FOREVER = 2**62  # the window of attention without one
@@ -93,19 +93,21 @@ def attend_cached(
     return _attend(query, keys, values, indices, scoring)
 
 
-def native_pack_int4(values: Tensor) -> Tensor | Declined:
-    """`runtime.cache.int4.pack_int4`: values bf16 or fp32 [tokens, ..., head_dim] to uint8 [tokens, ..., bytes]."""
+def native_stored(values: Tensor, dtype: torch.dtype) -> Stored | Declined:
+    """`Stored.of` for an int4 cache: values bf16 or fp32 [tokens, ..., head_dim]."""
     *outer, head_dim = values.shape
-    if not values.is_cpu or values.dtype not in ROW_TYPES or head_dim % LANES:
+    if dtype != PACKED or not values.is_cpu or values.dtype not in ROW_TYPES or head_dim % LANES:
         return _PACKING
     library = build.native()
     if isinstance(library, Declined):
         return library
-    vectors, packed = values.contiguous(), torch.empty(*outer, int4_bytes(head_dim), dtype=PACKED)
+    vectors, codes = values.contiguous(), torch.empty(*outer, head_dim // 2, dtype=PACKED)
+    scales = torch.empty(*outer, int4_groups(head_dim), dtype=torch.bfloat16)
     count, threads = vectors.numel() // head_dim, threads_for(outer[0] if outer else 1)
-    if library.pack_int4(vectors.data_ptr(), ROW_TYPES[vectors.dtype], count, head_dim, packed.data_ptr(), threads):
+    pointers = codes.data_ptr(), scales.data_ptr()
+    if library.pack_int4(vectors.data_ptr(), ROW_TYPES[vectors.dtype], count, head_dim, *pointers, threads):
         raise ResourceError("no memory for packing keys and values", code="less-context")
-    return packed
+    return Stored(codes, scales)
 
 
 def _declined(query: Tensor, keys: Stored) -> Declined | None:
@@ -120,16 +122,22 @@ def _decline_layout(query: Tensor, keys: Stored, values: Stored) -> Declined | N
         return _TYPES
     if data.dtype == PACKED and head_dim % LANES:
         return _PACKING
-    size = int4_bytes(head_dim) if data.dtype == PACKED else head_dim
+    size = head_dim // 2 if data.dtype == PACKED else head_dim
     if data.shape[3] != size:
         return Declined("cache-vector-size", {"expected": size, "size": data.shape[3]})
     strides = data.stride()
     if strides != values.data.stride() or strides[2:] != (size, 1):
         return _LAYOUT
-    for stored in (keys, values):  # a scale lies at the index of its vector's first code, divided by head_dim
-        if stored.scales is not None and tuple(step * head_dim for step in stored.scales.stride()) != strides[:3]:
-            return _SCALES
-    return None
+    if any(step % size for step, count in zip(strides, data.shape[:2], strict=False) if count > 1):
+        return _LAYOUT
+    if data.dtype not in (torch.int8, PACKED):
+        return None
+    expected = tuple(step // size for step in strides[:3])
+    if data.dtype == PACKED:
+        groups = int4_groups(head_dim)
+        expected = *(step * groups for step in expected), 1
+    scales = keys.scales, values.scales
+    return _SCALES if any(part is None or part.stride() != expected for part in scales) else None
 
 
 def _attend(
@@ -141,11 +149,11 @@ def _attend(
     if isinstance(library, Declined):
         return library
     *outer, heads, head_dim = query.shape
-    data, strides = keys.data, keys.data.stride()
+    data = keys.data
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     query = query.contiguous()
     out = torch.empty(*outer, heads * head_dim, dtype=query.dtype)
-    blocks, kv_heads, block_size, _ = data.shape
+    blocks, kv_heads, block_size, size = data.shape
     task = CAttention(
         query=query.data_ptr(),
         keys=data.data_ptr(),
@@ -161,8 +169,8 @@ def _attend(
         table_width=indices.table_width,
         blocks=blocks,
         block_size=block_size,
-        block_stride=strides[0],
-        head_stride=strides[1],
+        block_stride=data.stride(0) // size,
+        head_stride=data.stride(1) // size,
         kv_heads=kv_heads,
         group=heads // kv_heads,
         head_dim=head_dim,

@@ -12,7 +12,6 @@ from mycli.runtime.kernels.cpu.attention import CACHE_TYPES
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.paged import Ragged
-from mycli.runtime.quantization.int4_vectors import int4_bytes
 
 _NOT_CPU = Declined("tensors-not-on-cpu")
 _INDICES = Declined("indices-not-int32")
@@ -67,7 +66,7 @@ def native_latent_attention(
     if data.dtype == PACKED and (declined := decline_latent(rank, rope)) is not None:
         return declined
     for stored, size in ((latents, rank), (rotated, rope)):
-        expected = int4_bytes(size) if data.dtype == PACKED else size
+        expected = size // 2 if data.dtype == PACKED else size
         if stored.data.shape[3] != expected:
             return Declined("cache-vector-size", {"expected": expected, "size": stored.data.shape[3]})
     tensors = (latents.data, rotated.data, latents.scales, rotated.scales)

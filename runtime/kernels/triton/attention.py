@@ -166,8 +166,8 @@ def launch_attention(
     log2e = math.log2(math.e)
     scale = scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e
     attend_kernel[(parts, kv_heads, query_blocks)](
-        query, cache.keys, cache.values, *cache.scales(), lengths, counts, block_table, outputs, stats,
-        *cache.keys.stride()[:2], block_size, table_width, scoring.window or scoring.chunk or 0, scale,
+        query, cache.keys, cache.values, cache.key_scales, cache.value_scales, lengths, counts, block_table, outputs,
+        stats, *cache.keys.stride()[:2], block_size, table_width, scoring.window or scoring.chunk or 0, scale,
         scoring.softcap * log2e,
         scoring.sinks, counters, into, tokens,
         TOKENS=block_tokens, SPLIT_QUERIES=block_tokens < tokens, GROUP=group, HEAD_DIM=head_dim,

@@ -114,7 +114,7 @@ def attend_kernel(
     query,  # [sequences, tokens, heads, HEAD_DIM]
     keys,  # [blocks, kv_heads, block_size, HEAD_DIM], block_stride and head_stride apart; int8, int4 or as query
     values,
-    key_scales,  # fp32 [blocks, kv_heads, block_size] for int8, the cache in bf16 for int4, else None
+    key_scales,  # fp32 [blocks, kv_heads, block_size] for int8, bf16 [..., HEAD_DIM / 32] for int4, else None
     value_scales,
     lengths,  # int32 [sequences]: number of keys, those of the new tokens included; 0 for a padding sequence
     counts,  # int32 [sequences]: new tokens of each sequence, if the last of its `tokens` are padding; else None
@@ -175,7 +175,7 @@ def attend_kernel(
     position = first_position + token
     head = (row + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
     INT4: tl.constexpr = keys.dtype.element_ty == tl.uint8
-    ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16 if INT4 else HEAD_DIM  # stored numbers of a key
+    ROW: tl.constexpr = HEAD_DIM // 2 if INT4 else HEAD_DIM  # stored numbers of a key
     table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
     first = tl.maximum(first_position - window + 1, 0) // BLOCK_K if WINDOW else 0
     if CHUNKED:
@@ -223,11 +223,14 @@ def attend_kernel(
             next_page = tl.load(table + tl.minimum((block + 1) // TURNS, table_width - 1))
             inside = block % TURNS
         base = page.to(tl.int64) * block_stride + head_base
-        scale_base = (page * kv_heads + kv_head).to(tl.int64) * block_size + inside * BLOCK_K + tl.arange(0, BLOCK_K)
+        vector = (page * kv_heads + kv_head).to(tl.int64) * block_size + inside * BLOCK_K
+        scale_base = vector + tl.arange(0, BLOCK_K)
         if INT4:
             place = base + inside * tl.full((), BLOCK_K * ROW, tl.int64)
-            k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, False)
-            v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, True, PURE)
+            k, k_upper = load_int4(keys, key_scales, place, vector, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, False)
+            v, v_upper = load_int4(
+                values, value_scales, place, vector, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, True, PURE
+            )
             score = tl.dot(k_upper, q_upper.trans(), tl.dot(k, q.trans())) * scale
         else:
             place = base + inside * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)

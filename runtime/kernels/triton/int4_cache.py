@@ -10,7 +10,7 @@ from mycli.runtime.kernels.triton.cache_codes import convert_int4, convert_int4_
 
 # Writing: a Hadamard rotation, then rounding in groups of 32. Reading: still rotated, as two halves, since each byte
 # has a code of either; the other operand is rotated too, and weighted sums are rotated back. Head sizes are 64, 128
-# and 256. Offsets are bytes; scales are bf16 and read through a second pointer to the same memory.
+# and 256.
 
 _GROUP = tl.constexpr(32)
 _UNIT = tl.constexpr(16)  # dimensions whose codes fill 8 bytes
@@ -54,7 +54,7 @@ def whole_rows(lower, upper, ROWS: tl.constexpr, SIZE: tl.constexpr):
 def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Quantize and store rotated rows x fp32 [ROWS, SIZE], whole groups of vectors, where `known`.
 
-    first, second: int64 [ROWS], byte offsets of the first code and the first scale of each row.
+    first, second: int64 [ROWS], offsets of the first byte of codes and the first scale of each row.
     """
     groups = x.reshape(ROWS, SIZE // _GROUP, _GROUP)
     low, high = tl.min(groups, axis=2), tl.max(groups, axis=2)
@@ -71,7 +71,7 @@ def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE:
     byte, group = tl.arange(0, SIZE // 2), tl.arange(0, SIZE // _GROUP)
     tl.store(codes + first[:, None] + byte[None, :], (lower | (upper << 4)).to(tl.uint8), mask=known[:, None])
     stored = tl.where(wrong == 0.0, tl.where(tiny, 0, bits >> 16), 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(scales + (second // 2)[:, None] + group[None, :], stored, mask=known[:, None])
+    tl.store(scales + second[:, None] + group[None, :], stored, mask=known[:, None])
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def load_int4(
     codes,
     scales,
     place,
+    vector,
     present,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -87,11 +88,12 @@ def load_int4(
     WORDS: tl.constexpr,  # load words of four bytes: for operands that pass through shared memory once converted
     PURE: tl.constexpr = False,  # as `convert_int4_words`
 ):
-    """Load ROWS rotated vectors from byte `place`, as lower and upper columns, each DOT [ROWS, HEAD_DIM / 2].
+    """Load ROWS rotated vectors, as lower and upper columns, each DOT [ROWS, HEAD_DIM / 2].
 
+    place: byte of the first code; vector: index of the first vector among those that `scales` has, in the same order.
     Rows that are not `present` [ROWS] are zeros.
     """
-    BYTES: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // _GROUP * 2
+    BYTES: tl.constexpr = HEAD_DIM // 2
     GROUPS: tl.constexpr = HEAD_DIM // _GROUP
     row, group = tl.arange(0, ROWS)[:, None], tl.arange(0, GROUPS)[None, :]
     if WORDS:
@@ -101,10 +103,10 @@ def load_int4(
         packed = tl.load(source, mask=present[:, None], other=0)
         lower, upper = convert_int4_words(packed, ROWS, HEAD_DIM // 8, DOT, ASM, PURE)
     else:
-        byte = tl.arange(0, HEAD_DIM // 2)[None, :]
+        byte = tl.arange(0, BYTES)[None, :]
         packed = tl.load(codes + place + row * BYTES + byte, mask=present[:, None], other=0)
         lower, upper = convert_int4(packed, DOT, ASM)
-    at = scales + place // 2 + row * (BYTES // 2) + HEAD_DIM // 4 + group
+    at = scales + vector * GROUPS + row * GROUPS + group
     scale = tl.load(at, mask=present[:, None], other=0.0).to(DOT)
     scale = tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, _GROUP // 2)).reshape(ROWS, HEAD_DIM // 2)
     return lower * scale, upper * scale

@@ -44,7 +44,7 @@ class PromptArguments(NamedTuple):
         Any  # [blocks, kv_heads, block_size, HEAD_DIM], block_stride and head_stride apart; int8, int4 or as query
     )
     value_cache: Any
-    key_scales: Any  # fp32 [blocks, kv_heads, block_size] for int8, the cache in bf16 for int4, else None
+    key_scales: Any  # fp32 [blocks, kv_heads, block_size] for int8, bf16 [..., HEAD_DIM / 32] for int4, else None
     value_scales: Any
     block_stride: Any
     head_stride: Any
@@ -73,13 +73,16 @@ def _load_lanes(source, lane, written, args, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr, WORDS: tl.constexpr):
+def _load_block(cache, scales, place, vector, written, args, MASKED: tl.constexpr, WORDS: tl.constexpr):
     """Return keys or values from `place` [BLOCK_N, BLOCK_D], or where HALVES their lower and upper half.
 
-    WORDS: load words of four bytes, for operands that pass through shared memory once converted.
+    vector: as in `load_int4`. WORDS: load words of four bytes, for operands that pass through shared memory once
+    converted.
     """
     if cache.dtype.element_ty == tl.uint8:
-        x, upper = load_int4(cache, scales, place, written, args.BLOCK_N, args.HEAD_DIM, args.DOT, args.ASM, WORDS)
+        x, upper = load_int4(
+            cache, scales, place, vector, written, args.BLOCK_N, args.HEAD_DIM, args.DOT, args.ASM, WORDS
+        )
     elif WORDS and cache.dtype.element_ty == tl.int8 and args.HEAD_DIM % 4 == 0:
         word = tl.arange(0, args.BLOCK_D // 4)
         cell = place // 4 + tl.arange(0, args.BLOCK_N)[:, None] * (args.HEAD_DIM // 4) + word[None, :]
@@ -115,20 +118,20 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
     # Chips with asynchronous MMA convert a block once for all warps; on others each warp would convert all of it, but
     # for words. The keys of int4 vectors stay bytes: two halves of words would spill registers.
     WORDS: tl.constexpr = args.BLOCK_N < 64
-    ROW: tl.constexpr = args.HEAD_DIM // 2 + args.HEAD_DIM // 16 if INT4 else args.HEAD_DIM
+    ROW: tl.constexpr = args.HEAD_DIM // 2 if INT4 else args.HEAD_DIM
     key = turn * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
     inside = turn % tl.cdiv(args.block_size, args.BLOCK_N)
     place = page.to(tl.int64) * args.block_stride + kv_head.to(tl.int64) * args.head_stride
     place += inside * tl.full((), args.BLOCK_N * ROW, tl.int64)
     written = key <= last if MASKED else key >= 0
-    k, k_upper = _load_block(args.key_cache, args.key_scales, place, written, args, MASKED, WORDS and not INT4)
-    v, v_upper = _load_block(args.value_cache, args.value_scales, place, written, args, MASKED, WORDS)
+    vector = page.to(tl.int64) * (kv_heads * args.block_size) + kv_head * args.block_size + inside * args.BLOCK_N
+    k, k_upper = _load_block(args.key_cache, args.key_scales, place, vector, written, args, MASKED, WORDS and not INT4)
+    v, v_upper = _load_block(args.value_cache, args.value_scales, place, vector, written, args, MASKED, WORDS)
     score = tl.dot(q, k.to(args.DOT).trans())
     if args.HALVES:
         score = tl.dot(q_upper, k_upper.to(args.DOT).trans(), score)
     if args.key_scales is not None and not INT4:
-        at = page.to(tl.int64) * (kv_heads * args.block_size) + kv_head * args.block_size
-        at += inside * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
+        at = vector + tl.arange(0, args.BLOCK_N)
         score *= tl.load(args.key_scales + at, mask=written, other=0.0)[None, :]
     scale = args.scale
     if args.CAPPED:  # tanh(s), exact at both ends
@@ -150,8 +153,7 @@ def _attend_block(turn, last, page, kv_head, kv_heads, q, q_upper, position, sta
     shrink = tl.exp2(tl.fma(top, scale, -base))
     total = total * shrink + tl.sum(weight, axis=1)
     if args.key_scales is not None and not INT4:
-        at = page.to(tl.int64) * (kv_heads * args.block_size) + kv_head * args.block_size
-        at += inside * args.BLOCK_N + tl.arange(0, args.BLOCK_N)
+        at = vector + tl.arange(0, args.BLOCK_N)
         weight *= tl.load(args.value_scales + at, mask=written, other=0.0)[None, :]
     out = tl.dot(weight.to(args.DOT), v.to(args.DOT), out * shrink[:, None])
     if args.HALVES:
@@ -292,7 +294,8 @@ def launch_prompt_attention(
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
     log2e = math.log2(math.e)
     args = PromptArguments(
-        cache.keys, cache.values, *cache.scales(), cache.keys.stride(0), cache.keys.stride(1), cache.keys.shape[2],
+        cache.keys, cache.values, cache.key_scales, cache.value_scales,
+        cache.keys.stride(0), cache.keys.stride(1), cache.keys.shape[2],
         scoring.window or 0, scoring.chunk or 0,
         scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e, scoring.softcap * log2e,
         constexpr(head_dim), constexpr(triton.next_power_of_2(head_dim)), constexpr(tile.keys),

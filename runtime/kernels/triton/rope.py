@@ -39,7 +39,7 @@ class RopeArguments(NamedTuple):
     query: Any  # [rows, heads, head_dim]
     key_cache: Any  # [blocks, kv_heads, block_size, head_dim], block_stride and head_stride apart
     value_cache: Any
-    key_scales: Any  # int8: fp32 [blocks, kv_heads, block_size]; int4: the cache itself as bf16
+    key_scales: Any  # int8: fp32 [blocks, kv_heads, block_size]; int4: bf16 [.., head_dim / 32]
     value_scales: Any
     squares: Any  # fp32 [heads of the product, padded rows]: sums of squares, if norms are over all heads
     rows_padded: Any
@@ -107,16 +107,15 @@ def _norm_query_or_key(first, second, head, row, known, low, high, present, args
 
 
 @triton.jit
-def _store_int4_halves(first, second, cache, scales, row, position, known, args):
+def _store_int4_halves(first, second, cache, scales, row, vector, position, known, args):
     # A Hadamard transform of the whole head: of each half, then one butterfly between the halves.
     HALF: tl.constexpr = args.HALF
     ROWS: tl.constexpr = args.ROWS
     FACTOR: tl.constexpr = (2 * HALF) ** -0.5
     low, high = hadamard_rows(first, ROWS, HALF), hadamard_rows(second, ROWS, HALF)
-    codes = row + position * (HALF + HALF // 8)
-    steps = codes + HALF
+    codes, steps = row + position * HALF, vector * (HALF // 16)
     store_int4((low + high) * FACTOR, cache, scales, codes, steps, known, ROWS, HALF)
-    store_int4((low - high) * FACTOR, cache, scales, codes + HALF // 2, steps + HALF // 16, known, ROWS, HALF)
+    store_int4((low - high) * FACTOR, cache, scales, codes + HALF // 2, steps + HALF // 32, known, ROWS, HALF)
 
 
 @triton.jit
@@ -126,14 +125,14 @@ def _store_cache(first, second, cache, scales, head, page, position, low, high, 
     page, position: [rows], the cache block and the place in it.
     """
     row = page.to(tl.int64) * args.block_stride + head.to(tl.int64) * args.head_stride
+    at = (page * args.kv_heads + head).to(tl.int64) * args.block_size + position
     if cache.dtype.element_ty == tl.uint8:
-        _store_int4_halves(first, second, cache, scales, row, position, known, args)
+        _store_int4_halves(first, second, cache, scales, row, at, position, known, args)
         return
     if scales is not None:
         largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
         scale = tl.maximum(largest / 127.0, 1e-30)
         first, second = round_whole(first / scale[:, None]), round_whole(second / scale[:, None])
-        at = (page * args.kv_heads + head).to(tl.int64) * args.block_size + position
         tl.store(scales + at, scale, mask=known)
     target = cache + (row + position * (2 * args.HALF))[:, None]
     tl.store(target + low[None, :], first.to(cache.dtype.element_ty), mask=inside)
@@ -277,8 +276,8 @@ def project(
         at_once = 1
     args = RopeArguments(
         None if projection.all_heads else projection.bias, *gains,
-        cos, sin, query_scale, lengths, counts, block_table, query, cache.keys, cache.values, *cache.scales(),
-        squares, 0 if squares is None else squares.shape[1],
+        cos, sin, query_scale, lengths, counts, block_table, query, cache.keys, cache.values,
+        cache.key_scales, cache.value_scales, squares, 0 if squares is None else squares.shape[1],
         rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), block_size, width,
         projection.eps,
         constexpr(half), constexpr(block), constexpr(at_once), constexpr(rotary),

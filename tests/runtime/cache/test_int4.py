@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mycli.runtime.cache.int4 import hadamard, pack_int4, unpack_int4
-from mycli.runtime.quantization.int4_vectors import int4_bytes
+from mycli.runtime.quantization.int4_vectors import int4_groups
 from tests.support.random_tensors import normal
 
 SIZES = (16, 48, 64, 80, 96, 112, 128, 192)
@@ -22,19 +22,20 @@ def matrix(head_dim: int) -> list[list[float]]:
     return [[entry(i, j) if i // block == j // block else 0.0 for j in range(head_dim)] for i in range(head_dim)]
 
 
-def slow_bytes(values: list[float]) -> list[int]:
-    codes, scales = list[int](), list[int]()
+def slow_packing(values: list[float]) -> tuple[list[int], list[float]]:
+    """Return the bytes of codes, and the scales."""
+    codes, scales = list[int](), list[float]()
     for first in range(0, len(values), 32):
         group = values[first : first + 32]
         extreme = max(group) if max(group) > -min(group) else min(group)
         scale = torch.tensor([extreme / -8 + 0.0]).bfloat16()  # 0 has no sign
         ratios = torch.tensor(group) / float(scale) if float(scale) else torch.zeros(len(group))
         codes += [min(max(round(float(ratio)), -8), 7) for ratio in ratios]
-        scales += scale.view(torch.uint8).tolist()
+        scales.append(float(scale))
     packed = list[int]()
     for unit in range(0, len(codes), 16):
         packed += [(codes[unit + i] & 15) + 16 * (codes[unit + i + 8] & 15) for i in range(8)]
-    return packed + scales
+    return packed, scales
 
 
 @pytest.mark.parametrize("head_dim", SIZES)
@@ -47,13 +48,13 @@ def test_the_rotation_is_its_matrix_and_its_own_inverse(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", SIZES)
-def test_bytes_are_those_of_codes_rounded_one_by_one(head_dim: int) -> None:
+def test_codes_and_scales_are_those_rounded_one_by_one(head_dim: int) -> None:
     values = normal(4, head_dim, seed=head_dim)
     values[1] = 0
-    packed = pack_int4(values)
-    assert packed.shape == (4, int4_bytes(head_dim))
-    for one, rotated in zip(packed.tolist(), hadamard(values).tolist(), strict=True):
-        assert one == slow_bytes(rotated)
+    codes, scales = pack_int4(values)
+    assert codes.shape == (4, head_dim // 2) and scales.shape == (4, int4_groups(head_dim))
+    for *packed, rotated in zip(codes.tolist(), scales.tolist(), hadamard(values).tolist(), strict=True):
+        assert tuple(packed) == slow_packing(rotated)
 
 
 @given(
@@ -66,7 +67,7 @@ def test_bytes_are_those_of_codes_rounded_one_by_one(head_dim: int) -> None:
 def test_values_are_within_a_step(seed: int, magnitude: float, head_dim: int, dtype: torch.dtype) -> None:
     """The error is at most half a step, or one step at the end that lacks the code -8."""
     values = (magnitude * normal(3, head_dim, seed=seed)).to(dtype)
-    unpacked = unpack_int4(pack_int4(values), torch.float64)
+    unpacked = unpack_int4(*pack_int4(values), torch.float64)
     for error, exact in zip(hadamard(unpacked - values), hadamard(values.double()), strict=True):
         for part, group in zip(error.split(32), exact.split(32), strict=True):
             step = float(group.abs().max()) / 8
@@ -80,31 +81,32 @@ def test_one_large_dimension_does_not_take_the_codes_of_the_others() -> None:
     """Check that one outlier dimension, common in keys, does not cost the other dimensions their precision."""
     values = normal(200, 64, seed=3)
     values[:, 5] *= 40
-    rotated = unpack_int4(pack_int4(values), torch.float32) - values
-    plain = hadamard(unpack_int4(pack_int4(hadamard(values)), torch.float32)) - values  # the rotations undo each other
+    rotated = unpack_int4(*pack_int4(values), torch.float32) - values
+    plain = hadamard(unpack_int4(*pack_int4(hadamard(values)), torch.float32)) - values  # the rotations undo each other
     others = [dim for dim in range(32) if dim != 5]
     assert float(rotated[:, others].square().mean()) < 0.7 * float(plain[:, others].square().mean())
 
 
 def test_a_vector_is_rounded_by_itself() -> None:
     values = normal(6, 3, 80, seed=4)
-    packed = pack_int4(values)
-    assert all(torch.equal(pack_int4(values[i, j]), packed[i, j]) for i in range(6) for j in range(3))
-    assert torch.equal(pack_int4(values.transpose(0, 1)), packed.transpose(0, 1))
+    for index, whole in enumerate(pack_int4(values)):
+        assert all(torch.equal(pack_int4(values[i, j])[index], whole[i, j]) for i in range(6) for j in range(3))
+        assert torch.equal(pack_int4(values.transpose(0, 1))[index], whole.transpose(0, 1))
 
 
 def test_what_is_not_finite_is_not_hidden_by_rounding() -> None:
     values = torch.ones(3, 96)
     values[0, 1], values[1, 40] = torch.nan, torch.inf
-    unpacked = unpack_int4(pack_int4(values), torch.float32).isnan()
+    unpacked = unpack_int4(*pack_int4(values), torch.float32).isnan()
     assert unpacked[0, :32].all() and unpacked[1, 32:64].all(), "the block of 32 that it was rotated with"
     assert int(unpacked.sum()) == 64
 
 
 def test_no_vectors_are_no_bytes() -> None:
-    assert pack_int4(torch.zeros(3, 0, 80)).shape == (3, 0, 46)
-    assert unpack_int4(torch.zeros(0, 46, dtype=torch.uint8), torch.float32).shape == (0, 80)
+    codes, scales = pack_int4(torch.zeros(3, 0, 80))
+    assert codes.shape == (3, 0, 40) and scales.shape == (3, 0, 3)
+    assert unpack_int4(codes, scales, torch.float32).shape == (3, 0, 80)
 
 
 def test_what_is_smaller_than_any_scale_is_nothing() -> None:
-    assert not pack_int4(torch.full((64,), 1e-39)).any()
+    assert not any(part.any() for part in pack_int4(torch.full((64,), 1e-39)))

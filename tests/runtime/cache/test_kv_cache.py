@@ -31,7 +31,7 @@ def write(cache: KVCache, parts: list[tuple[int, tuple[int, ...], torch.Tensor]]
     batch = Batch.of(chunks, cache.block_size, CPU)
     values = torch.cat([one for *_, one in parts], dim=2)
     for layer in range(LAYERS):
-        cache.write(layer, batch, *values[layer])
+        cache.write(layer, batch, *(Stored.of(one, cache.dtype) for one in values[layer]))
 
 
 @given(

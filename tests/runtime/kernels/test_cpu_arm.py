@@ -150,7 +150,7 @@ def test_attention_has_the_bits_of_this_machine(
 
 def _stored(values: Tensor, kind: str) -> Stored:
     if kind == "int4":
-        return Stored(pack_int4(values))
+        return Stored(*pack_int4(values))
     if kind == "int8":
         scales = values.abs().amax(-1) / 127
         return Stored((values / scales[..., None]).round().to(torch.int8), scales)

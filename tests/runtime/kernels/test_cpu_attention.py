@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.int4 import pack_int4
-from mycli.runtime.cache.kv_cache import PACKED, Stored, quantize_vectors
+from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
 from mycli.runtime.kernels.paged import Ragged, Scoring
@@ -44,16 +43,9 @@ CASES = [
 
 def stored(values: Tensor, dtype: torch.dtype) -> Stored:
     """Return a view of a larger cache that is filled with NaN elsewhere."""
-    *outer, length, head_dim = values.shape
-    if dtype == PACKED:
-        return Stored(pack_int4(torch.nn.functional.pad(values, (0, 0, 0, SPARE), value=torch.nan))[:, :, :length])
-    data = torch.full((*outer, length + SPARE, head_dim), 127 if dtype == torch.int8 else torch.nan).to(dtype)
-    if dtype != torch.int8:
-        data[:, :, :length] = values.to(dtype)
-        return Stored(data[:, :, :length])
-    scales = torch.full((*outer, length + SPARE), torch.nan)
-    data[:, :, :length], scales[:, :, :length] = quantize_vectors(values)
-    return Stored(data[:, :, :length], scales[:, :, :length])
+    length = values.shape[2]
+    whole = Stored.of(torch.nn.functional.pad(values, (0, 0, 0, SPARE), value=torch.nan), dtype)
+    return Stored(whole.data[:, :, :length], None if whole.scales is None else whole.scales[:, :, :length])
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Stored, Stored]:
@@ -82,7 +74,7 @@ def test_a_sequence_is_one_block(case: Case, dtype: torch.dtype) -> None:
     assert not isinstance(found, Declined) and not found[-1, 0, : case.head_dim].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_that_lie_token_by_token_are_rearranged(dtype: torch.dtype) -> None:
     query, keys, values = inputs(Case(2, 3, 2, 9, 32, 9), dtype)
     by_token = [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import attend_paged
@@ -115,7 +114,7 @@ class Pool:
         def stored(held: tuple[Stored, ...]) -> Stored:
             beside = Stored.of(torch.full((case.head_dim,), torch.nan), dtype)
             data = beside.data.expand(*shape, -1).clone()
-            scales = None if beside.scales is None else beside.scales.expand(shape).clone()
+            scales = None if beside.scales is None else beside.scales.expand(*shape, *beside.scales.shape).clone()
             for s, length in enumerate(lengths):
                 at = torch.arange(length)
                 block, inside = table[s, at // block_size].long(), at % block_size
@@ -291,7 +290,7 @@ def test_what_is_no_number_concerns_the_rows_that_see_it(tokens: int, kind: str)
     for stored in (values, keys):
         bad = stored.data if stored.scales is None else stored.scales
         kept = bad[block, 1, inside].clone()
-        bad[block, 1, inside] = pack_int4(torch.full((64,), torch.nan)) if kind == "int4" else torch.nan
+        bad[block, 1, inside] = torch.nan
         found = native(query, keys, values, ragged, scoring).view(2, tokens, 2, -1)
         assert found[0, -2:, 1].isnan().all()
         clear = found.clone()
@@ -331,6 +330,21 @@ def test_what_it_does_not_take_is_declined_with_a_reason() -> None:
         (query, keys, replace(ragged, lengths=ragged.lengths.long()), "indices-not-int32"),
     ):
         assert reason in str(attend_paged(asked, held, values, pieces, scoring))
+
+
+def test_blocks_that_are_no_whole_vectors_apart_are_declined() -> None:
+    query, keys, _, ragged, scoring = Pool.make(Case(((1, 20),), 1, 2, 64, 16), "fp32", torch.float32).inputs()
+    blocks = len(keys.data)
+    spaced = Stored(torch.zeros(blocks * 1032).as_strided((blocks, 1, 16, 64), (1032, 1024, 64, 1)))
+    assert "cache-layout" in str(attend_paged(query, spaced, spaced, ragged, scoring))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_codes_without_scales_are_declined(kind: str) -> None:
+    query, keys, values, ragged, scoring = Pool.make(Case(((1, 20),), 1, 2, 64, 16), kind, torch.float32).inputs()
+    assert values.scales is not None
+    for wrong in (Stored(values.data), Stored(values.data, values.scales[:, :, ::2])):
+        assert "cache-scales-layout" in str(attend_paged(query, keys, wrong, ragged, scoring))
 
 
 def test_blocks_before_the_window_may_be_gone() -> None:

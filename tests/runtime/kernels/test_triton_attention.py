@@ -88,10 +88,11 @@ def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor, torch.Te
         parts = [paged(tensor, case.block, table) for tensor in (*codes, *scales)]
         return LayerCache(*parts), table, wide[0], wide[1]
     if case.int4:
-        packed = pack_int4(wide)
-        packed = torch.where(present[..., None], packed, torch.full_like(packed, 0xFF))  # scales that are NaN
-        wide = unpack_int4(packed, torch.float32)
-        return LayerCache(*(paged(tensor, case.block, table) for tensor in packed)), table, wide[0], wide[1]
+        codes, scales = pack_int4(wide)
+        scales = scales.masked_fill(~present[..., None], torch.nan)
+        wide = unpack_int4(codes, scales, torch.float32)
+        parts = [paged(tensor, case.block, table) for tensor in (*codes, *scales)]
+        return LayerCache(*parts), table, wide[0], wide[1]
     stored = torch.where(present[..., None], wide, torch.nan).to(case.dtype)
     return LayerCache(*(paged(part, case.block, table) for part in stored)), table, *stored.float()
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.layers.rope import rotate
-from mycli.runtime.quantization.int4_vectors import int4_bytes
+from mycli.runtime.quantization.int4_vectors import int4_groups
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import normal, permutation
 from tests.support.triton_interpreter import Interpret, backwards, interpret
@@ -202,13 +202,13 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     angles = normal(capacity, dim // 2, seed=4)
     cos, sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
     kind = torch.int8 if case.int8 else torch.uint8 if case.int4 else case.dtype
-    last = int4_bytes(dim) if case.int4 else dim
     pages = capacity // case.block
     order = permutation(sequences * pages + 1, seed=5)
     table = order[: sequences * pages].reshape(sequences, pages).to(torch.int32)
-    blocks = torch.full((2, len(order), case.kv_heads, case.block, last), 7, dtype=kind)
-    factors = torch.zeros((2, len(order), case.kv_heads, case.block))
-    cache = LayerCache(blocks[0], blocks[1], *(factors if case.int8 else (None, None)))
+    places = 2, len(order), case.kv_heads, case.block
+    blocks = torch.full((*places, dim // 2 if case.int4 else dim), 7, dtype=kind)
+    factors = torch.full((*places, int4_groups(dim)), 7, dtype=torch.bfloat16) if case.int4 else torch.zeros(places)
+    cache = LayerCache(blocks[0], blocks[1], *(factors if case.int8 or case.int4 else (None, None)))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     projection = Projection(case.heads, bias, *gains, eps=1e-6)
     counters = torch.zeros(64, dtype=torch.int32)
@@ -242,8 +242,9 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
         table = cos[at].float(), sin[at].float()
         stored = [layers[i, sequence, :, at].float() for i in range(2)]
         if case.int4:
-            same = [torch.equal(layers[i, sequence, :, at], pack_int4(dense[i, sequence, :, at])) for i in range(2)]
-            assert all(same), "bit by bit what the twin packs"
+            for i in range(2):
+                packed, twin = (layers[i, sequence, :, at], scales[i, sequence, :, at]), dense[i, sequence, :, at]
+                assert all(map(torch.equal, packed, pack_int4(twin))), "bit by bit what the twin packs"
             stored = [dense[i, sequence, :, at].float() for i in range(2)]
         if case.int8:
             stored = [s * scale[sequence, :, at, None] for s, scale in zip(stored, scales, strict=True)]
@@ -254,6 +255,8 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
         )
         errors = [max(error, difference(*pair)) for error, pair in zip(errors, pairs, strict=True)]
     untouched = layers.transpose(2, 3)[:, kept]
+    if case.int4:
+        assert (scales.transpose(2, 3)[:, kept] == 7).all() and (factors[:, order[-1]] == 7).all()
     return (*errors, bool((untouched == 7).all() and (nobody == 7).all()))
 
 

@@ -67,9 +67,10 @@ def run(case: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
         data = one.data
         if data.is_floating_point():
             data = data.masked_fill(~written[..., None], torch.nan)
-        elif data.dtype == torch.uint8:
-            data = data.masked_fill(~written[..., None], 0xFF)  # scales that are NaN
-        scales = None if one.scales is None else one.scales.masked_fill(~written, torch.nan)
+        scales = None
+        if one.scales is not None:
+            unwritten = ~written if one.scales.ndim == written.ndim else ~written[..., None]
+            scales = one.scales.masked_fill(unwritten, torch.nan)
         stored.append(Stored(*(None if t is None else paged(t, case.block, table) for t in (data, scales))))
     starts = torch.tensor([0, *case.tokens]).cumsum(0).int()
     lengths = torch.tensor(case.lengths, dtype=torch.int32)

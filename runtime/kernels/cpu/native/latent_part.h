@@ -70,7 +70,7 @@ struct LatentRun {
         return to;
     }
 
-    void store(const LatentTask& t, const uint16_t* x, void* data, float* scales, int64_t size, float* vector) const {
+    void store(const LatentTask& t, const uint16_t* x, void* data, void* scales, int64_t size, float* vector) const {
         AttentionRun::store(latent_view(t, nullptr, data, scales, size), x, size, data, scales, vector);
     }
 

@@ -60,7 +60,7 @@ struct PassRows {  // see Attention
 };
 struct LayerCache {  // the keys and values of one attention layer, and the index of its rotation in PassRows::rotations
     void *keys, *values;
-    float *key_scales, *value_scales;
+    void *key_scales, *value_scales;  // see Attention, as the strides
     int64_t blocks, block_size, block_stride, head_stride;
     int64_t cache_type, rotation;  // rotation: negative for none
 };
@@ -131,20 +131,20 @@ struct AttentionRun {
     }
 
     // Stores the heads of each row of x, rows `stride` apart, in the cache. vector: memory for one head.
-    static void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales, float* vector) {
-        const int64_t step = vector_size(a);
+    static void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, void* scales, float* vector) {
         for (int64_t s = 0; s < a.sequences; s++)
             for (int64_t row = a.starts[s]; row < a.starts[s + 1]; row++) {
                 const int64_t position = a.lengths[s] - a.starts[s + 1] + row;
                 const int64_t block = a.table[s * a.table_width + position / a.block_size];
                 for (int64_t head = 0; head < a.kv_heads; head++) {
-                    const int64_t at = block * a.block_stride + head * a.head_stride + position % a.block_size * step;
+                    const int64_t at = block * a.block_stride + head * a.head_stride + position % a.block_size, first = at * a.head_dim;
                     const uint16_t* from = x + row * stride + head * a.head_dim;
                     if (a.cache_type == CACHE_INT4) {
                         widen(from, BF16, 0, a.head_dim, vector);
-                        pack_vector(vector, a.head_dim, static_cast<uint8_t*>(data) + at);
-                    } else if (scales) scales[at / a.head_dim] = make_codes(from, a.head_dim, static_cast<int8_t*>(data) + at);
-                    else memcpy(static_cast<uint16_t*>(data) + at, from, size_t(a.head_dim) * 2);
+                        pack_vector(vector, a.head_dim, static_cast<uint8_t*>(data) + first / 2,
+                                    static_cast<uint16_t*>(scales) + at * int4_groups(a.head_dim));
+                    } else if (scales) static_cast<float*>(scales)[at] = make_codes(from, a.head_dim, static_cast<int8_t*>(data) + first);
+                    else memcpy(static_cast<uint16_t*>(data) + first, from, size_t(a.head_dim) * 2);
                 }
             }
     }

@@ -72,7 +72,7 @@ template <typename T> struct FloatPath {
     static void pack_values(const Attention& a, const Chunk& chunk, float* values) {
         const int64_t whole = a.head_dim / WIDE * WIDE;
         for (int64_t p = 0; p < chunk.count; p++, values += size(a)) {
-            const auto vector = vector_of<T>(a, a.values, chunk.at[p]);
+            const auto vector = value_vector<T>(a, chunk.at[p]);
             for (int64_t d = 0; d < whole; d += WIDE) put(values + d, values_at(vector, d));
             if (whole < a.head_dim) put(values + whole, last_values(vector, whole, a.head_dim));
         }
@@ -135,16 +135,17 @@ template <typename T> struct FloatPath {
     }
     template <bool SCALED> static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel, const float* scale) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; values of a vector of words
-        const T* keys = static_cast<const T*>(a.keys);
         const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0, even = a.head_dim / WIDE * WIDE;
         for (int64_t p = first; p < first + PANEL; p += WIDE) {
             float* to = panel + p - first;
+            const T* keys[WIDE];
+            for (int i = 0; i < WIDE; i++) keys[i] = key_vector<T>(a, chunk.at[p + i]);
             Wide v[WIDE];
             const auto keep = [&, by = SCALED ? wide(scale + p) : Wide{}](float* at, Wide values) { put(at, SCALED ? values * by : values); };
             for (int64_t d = 0; d < whole; d += STEP) {
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++)
-                    v[i] = p + i < chunk.count ? wide(reinterpret_cast<const float*>(keys + chunk.at[p + i] + d)) : Wide{};
+                    v[i] = p + i < chunk.count ? wide(reinterpret_cast<const float*>(keys[i] + d)) : Wide{};
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++)
@@ -152,7 +153,7 @@ template <typename T> struct FloatPath {
             }
             for (int64_t d = whole; d < even; d += WIDE) {
 #pragma GCC unroll 16
-                for (int i = 0; i < WIDE; i++) v[i] = p + i < chunk.count ? wide(keys + chunk.at[p + i] + d) : Wide{};
+                for (int i = 0; i < WIDE; i++) v[i] = p + i < chunk.count ? wide(keys[i] + d) : Wide{};
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++) keep(to + (d + i) * PANEL, v[i]);
@@ -165,32 +166,34 @@ template <typename T> struct FloatPath {
         const int64_t even = a.head_dim / WIDE * WIDE;
         Wide v[WIDE];
         for (int i = 0; i < WIDE; i++)
-            v[i] = p + i < chunk.count ? last_values(static_cast<const T*>(a.keys) + chunk.at[p + i], even, a.head_dim) : Wide{};
+            v[i] = p + i < chunk.count ? last_values(key_vector<T>(a, chunk.at[p + i]), even, a.head_dim) : Wide{};
         transpose(v);
         for (int i = 0; i < WIDE; i++) put(to + i * PANEL, v[i] * by);
     }
     // `pack_whole` for words of eight codes, times their scales.
     static void pack_codes(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         const int64_t words = a.head_dim / 8;
-        for (int64_t p = first; p < first + PANEL; p += WIDE)
+        for (int64_t p = first; p < first + PANEL; p += WIDE) {
+            Int4Vector keys[WIDE];
+            for (int i = 0; i < WIDE; i++) keys[i] = key_vector<T>(a, chunk.at[p + i]);
             for (int64_t w = 0; w < words; w += WIDE) {
                 Wide v[WIDE];
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++)
-                    v[i] = p + i < chunk.count ? words_of(vector_of<T>(a, a.keys, chunk.at[p + i]).codes + w * 4, words - w) : Wide{};
+                    v[i] = p + i < chunk.count ? words_of(keys[i].codes + w * 4, words - w) : Wide{};
                 transpose(v);
                 Wide scale = {};
                 for (int64_t i = 0; i < WIDE && w + i < words; i++) {
                     const int64_t d = (w + i) / 2 * UNIT + (w + i) % 2 * 4;  // dimension of the word's first code
                     if (d % INT4_GROUP == 0)
-                        for (int j = 0; j < WIDE; j++)
-                            scale[j] = p + j < chunk.count ? vector_of<T>(a, a.keys, chunk.at[p + j]).scale(d) : 0;
+                        for (int j = 0; j < WIDE; j++) scale[j] = p + j < chunk.count ? keys[j].scale(d) : 0;
                     float* to = panel + d * PANEL + p - first;
 #pragma GCC unroll 8
                     for (int place = 0; place < 8; place++)
                         put(to + (place % 4 + place / 4 * 8) * PANEL, code_of((WideBits)v[i], place) * scale);
                 }
             }
+        }
     }
     // The values at index `part` of every word.
     static Wide value_of(Wide words, int64_t part) {
@@ -203,8 +206,8 @@ template <typename T> struct FloatPath {
         product_of_rows<COLUMNS>(rows, room.query, query_size(a), 0, a.head_dim, load, room.scores + p, CHUNK);
     }
     static void mix_from(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, const Chunk& chunk) {
-        mix_with(a, room, row, rows, from, to, [&](int64_t p, int64_t d) { return values_at(vector_of<T>(a, a.values, chunk.at[p]), d); },
-                 [&](int64_t p) { return last_values(vector_of<T>(a, a.values, chunk.at[p]), a.head_dim / WIDE * WIDE, a.head_dim); });
+        mix_with(a, room, row, rows, from, to, [&](int64_t p, int64_t d) { return values_at(value_vector<T>(a, chunk.at[p]), d); },
+                 [&](int64_t p) { return last_values(value_vector<T>(a, chunk.at[p]), a.head_dim / WIDE * WIDE, a.head_dim); });
     }
     // `load(p, d)` reads a vector of values, `load_last(p)` the last one if it is not whole.
     template <class Load, class LoadLast>

@@ -18,15 +18,12 @@ struct Int4 {  // stands for the type of values in templates
     uint8_t byte;
 };
 struct Int4Vector {
-    const uint8_t *codes, *scales;
+    const uint8_t* codes;
+    const uint16_t* scales;
 
-    float scale(int64_t d) const {
-        uint16_t bits;
-        memcpy(&bits, scales + uint64_t(d) / INT4_GROUP * 2, 2);
-        return from_bf16(bits);
-    }
+    float scale(int64_t d) const { return from_bf16(scales[uint64_t(d) / INT4_GROUP]); }
 };
-inline int64_t int4_bytes(int64_t head_dim) { return head_dim / 2 + (head_dim + INT4_GROUP - 1) / INT4_GROUP * 2; }
+inline int64_t int4_groups(int64_t head_dim) { return (head_dim + INT4_GROUP - 1) / INT4_GROUP; }
 
 // ---- The Hadamard transform, in blocks of the largest power of two that divides the size ----
 
@@ -84,13 +81,11 @@ inline uint16_t pack_group(const float* x, int64_t count, uint8_t* to) {
     }
     return bits;
 }
-// Rotates x [head_dim] in place and converts it to `int4_bytes` bytes.
-inline void pack_vector(float* x, int64_t head_dim, uint8_t* to) {
+// Rotates x [head_dim] in place and converts it to codes [head_dim / 2] and `int4_groups` scales.
+inline void pack_vector(float* x, int64_t head_dim, uint8_t* codes, uint16_t* scales) {
     rotate_vector(x, head_dim);
-    for (int64_t d = 0; d < head_dim; d += INT4_GROUP) {
-        const uint16_t scale = pack_group(x + d, std::min(INT4_GROUP, head_dim - d), to + d / 2);
-        memcpy(to + head_dim / 2 + d / INT4_GROUP * 2, &scale, 2);
-    }
+    for (int64_t d = 0; d < head_dim; d += INT4_GROUP)
+        scales[d / INT4_GROUP] = pack_group(x + d, std::min(INT4_GROUP, head_dim - d), codes + d / 2);
 }
 // `size` values from element `at` as fp32, then zeros up to a whole vector.
 template <class T> inline void widen(const T* x, int64_t size, float* to) {
@@ -103,8 +98,8 @@ inline void widen(const void* x, int32_t type, int64_t at, int64_t size, float* 
     else widen(static_cast<const uint16_t*>(x) + at, size, to);
 }
 
-// Converts vectors x [vectors, head_dim] to `to`. Returns false without memory.
-inline bool pack_vectors(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* to, int threads) {
+// Converts vectors x [vectors, head_dim] to codes and scales. Returns false without memory.
+inline bool pack_vectors(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* codes, uint16_t* scales, int threads) {
     constexpr int64_t AT_ONCE = 16;  // vectors
     const int64_t tasks = (vectors + AT_ONCE - 1) / AT_ONCE;
     std::unique_ptr<float[]> room(new (std::nothrow) float[size_t(tasks * head_dim)]);
@@ -114,7 +109,7 @@ inline bool pack_vectors(const void* x, int32_t type, int64_t vectors, int64_t h
         for (int64_t i = task * AT_ONCE; i < std::min(vectors, (task + 1) * AT_ONCE); i++) {
             float* vector = room.get() + task * head_dim;
             widen(x, type, i * head_dim, head_dim, vector);
-            pack_vector(vector, head_dim, to + i * int4_bytes(head_dim));
+            pack_vector(vector, head_dim, codes + i * (head_dim / 2), scales + i * int4_groups(head_dim));
         }
     return true;
 }

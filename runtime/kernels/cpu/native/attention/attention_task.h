@@ -14,9 +14,9 @@ enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, CACHE_
 
 struct Attention {  // mirrored by build.py
     const void* query;  // [tokens, heads, head_dim] of query_type; `out` is of out_type
-    const void *keys, *values;  // [blocks, kv_heads, block_size, head_dim], strides in elements; see vector_size
-    // [blocks, kv_heads, block_size] of int8 caches, strides as above / head_dim; key_scales null: keys are decoded before products
-    const float *key_scales, *value_scales;
+    const void *keys, *values;  // [blocks, kv_heads, block_size, head_dim], strides in vectors; int4: bytes of two codes
+    // With the strides of their vectors. int8: one fp32; key_scales null: keys are decoded before products. int4: int4_groups bf16.
+    const void *key_scales, *value_scales;
     const float* sinks;  // [heads], or null: a score per head that is part of the softmax and has no value
     void* out;
     const int32_t* starts;  // [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -57,18 +57,15 @@ inline bool is_sound(const Attention& a) {
     return true;
 }
 
-// Elements from one position to the next: values or codes of a head, or bytes of an int4 vector.
-inline int64_t vector_size(const Attention& a) { return a.cache_type == CACHE_INT4 ? int4_bytes(a.head_dim) : a.head_dim; }
-// The key or value vector at an element.
-template <typename T> inline auto vector_of(const Attention& a, const void* data, int64_t at) {
-    if constexpr (std::is_same_v<T, Int4>) {
-        const uint8_t* codes = static_cast<const uint8_t*>(data) + at;
-        return Int4Vector{codes, codes + a.head_dim / 2};
-    } else {
-        (void)a;
-        return static_cast<const T*>(data) + at;
-    }
+// A key or value at its index of vectors.
+template <typename T> inline auto vector_of(const Attention& a, const void* data, const void* scales, int64_t at) {
+    if constexpr (std::is_same_v<T, Int4>)
+        return Int4Vector{static_cast<const uint8_t*>(data) + at * (a.head_dim / 2), static_cast<const uint16_t*>(scales) + at * int4_groups(a.head_dim)};
+    else
+        return static_cast<const T*>(data) + at * a.head_dim;
 }
+template <typename T> inline auto key_vector(const Attention& a, int64_t at) { return vector_of<T>(a, a.keys, a.key_scales, at); }
+template <typename T> inline auto value_vector(const Attention& a, int64_t at) { return vector_of<T>(a, a.values, a.value_scales, at); }
 
 constexpr int64_t CHUNK = 256;  // positions
 constexpr float LOG2E = 1.44269504f;
@@ -96,16 +93,15 @@ struct Rows {
 // have been freed; those, and positions past the last, get the offset of a position that exists.
 struct Chunk {
     int64_t first, count, oldest;  // index of the first position; those looked up are [oldest, count)
-    int64_t at[CHUNK];  // elements from the start of keys and values
+    int64_t at[CHUNK];  // index of the key and of the value
 
     Chunk(const Attention& a, const Rows& rows, int64_t first) : first(first), count(std::min(CHUNK, rows.length - first)) {
         const int32_t* table = a.table + rows.sequence * a.table_width;
-        const int64_t step = vector_size(a);
         oldest = std::max<int64_t>(0, rows.begin(a, 0) - first);
         for (int64_t p = oldest; p < count;) {
             const int64_t position = first + p, inside = position % a.block_size;
             const int64_t base = table[position / a.block_size] * a.block_stride + rows.head * a.head_stride;
-            for (int64_t i = inside; i < a.block_size && p < count; i++) at[p++] = base + i * step;
+            for (int64_t i = inside; i < a.block_size && p < count; i++) at[p++] = base + i;
         }
         std::fill(at, at + oldest, at[oldest]);
         std::fill(at + count, at + CHUNK, at[count - 1]);
@@ -116,18 +112,17 @@ struct Chunk {
     }
 };
 
-// The scales of a chunk's codes.
+// The scales of a chunk's int8 codes.
 struct Scales {
     float key[CHUNK], value[CHUNK];
 
     void take(const Attention& a, const Chunk& chunk) {
         if (a.cache_type != CACHE_INT8) return;
         memset(this, 0, sizeof *this);
-        int64_t vector = 0;  // counted, not divided: a division per position would take longer than its products
+        const float *keys = static_cast<const float*>(a.key_scales), *values = static_cast<const float*>(a.value_scales);
         for (int64_t p = 0; p < chunk.count; p++) {
-            vector = p && chunk.at[p] == chunk.at[p - 1] + a.head_dim ? vector + 1 : chunk.at[p] / a.head_dim;
-            key[p] = a.key_scales ? a.key_scales[vector] : 1.0f;
-            value[p] = a.value_scales[vector];
+            key[p] = keys ? keys[chunk.at[p]] : 1.0f;
+            value[p] = values[chunk.at[p]];
         }
     }
 };

@@ -138,25 +138,26 @@ template <typename T> struct TilePath {
     template <bool WHOLE> static void pack_keys_as(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
         const int64_t wide_size = size(a);
         uint16_t* out = const_cast<uint16_t*>(keys_at(packed)) + from / 32 * 32 * wide_size;
-        for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 16)
+        for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 16) {
+            decltype(key_vector<T>(a, 0)) keys[16];
+            for (int i = 0; i < 16; i++) keys[i] = key_vector<T>(a, chunk.at[p + i]);
             for (int64_t d = 0; d < wide_size; d += 32, out += TILE_SIZE) {
                 const __mmask32 mask = mask_of(a, d);
                 Wide v[16];
 #pragma GCC unroll 16
-                for (int i = 0; i < 16; i++) {
-                    const auto key = vector_of<T>(a, a.keys, chunk.at[p + i]);
-                    v[i] = (Wide)(WHOLE ? some(key, d) : some(key, d, p + i >= from && p + i < to ? mask : 0));
-                }
+                for (int i = 0; i < 16; i++)
+                    v[i] = (Wide)(WHOLE ? some(keys[i], d) : some(keys[i], d, p + i >= from && p + i < to ? mask : 0));
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++) put(reinterpret_cast<float*>(out + i * 32), v[i]);
             }
+        }
     }
     template <bool WHOLE> static void pack_values_as(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
         const int64_t wide_size = size(a);
         uint16_t* out = const_cast<uint16_t*>(values_at(a, packed));
         for (int64_t p = from / 32 * 32; p < (to + 31) / 32 * 32; p += 2) {
-            const auto even = vector_of<T>(a, a.values, chunk.at[p]), odd = vector_of<T>(a, a.values, chunk.at[p + 1]);
+            const auto even = value_vector<T>(a, chunk.at[p]), odd = value_vector<T>(a, chunk.at[p + 1]);
             const __mmask32 has_even = p >= from && p < to ? ~__mmask32(0) : 0, has_odd = p + 1 >= from && p + 1 < to ? ~__mmask32(0) : 0;
             uint16_t* tile = out + p / 32 * 2 * TILE_SIZE + p % 32 / 2 * 32;
             for (int64_t d = 0; d < wide_size; d += 32, tile += 32 * CHUNK) {
@@ -175,10 +176,10 @@ template <typename T> struct TilePath {
     };
     static Lines lines_of(const Attention& a, const Chunk& chunk, int64_t p, uint16_t* copy) {
         if constexpr (std::is_same_v<T, uint16_t>)
-            if (a.head_dim % 32 == 0 && chunk.is_run(a, p, 16)) return {vector_of<T>(a, a.keys, chunk.at[p]), a.head_dim * 2};
+            if (a.head_dim % 32 == 0 && chunk.is_run(a, p, 16)) return {key_vector<T>(a, chunk.at[p]), a.head_dim * 2};
         const int64_t wide_size = size(a), whole = a.head_dim / 32 * 32;
         for (int64_t i = 0; i < 16; i++) {
-            const auto key = vector_of<T>(a, a.keys, chunk.at[p + i]);
+            const auto key = key_vector<T>(a, chunk.at[p + i]);
             uint16_t* to = copy + i * wide_size;
             for (int64_t d = 0; d < whole; d += 32) _mm512_store_si512(to + d, some(key, d));
             if (whole < wide_size) _mm512_store_si512(to + whole, some(key, whole, mask_of(a, whole)));

@@ -68,11 +68,10 @@ template <typename T> struct LatentPairs : LatentPath<T> {
     static int64_t columns(int64_t p, int64_t end) { return std::min<int64_t>(COLUMNS, (end - p + WIDE - 1) / WIDE); }
 
     static void pack(const Attention& a, const Chunk& chunk, float* packed) {
-        const RotatedChunk rotated(whole(a), chunk);
         const int64_t end = (chunk.count + 31) / 32 * 32;  // as `Span` rounds what is scored
-        for (int64_t p = 0; p < end; p += PANEL) pack_keys(a, chunk, rotated, p, columns(p, end), packed + p * query_size(a));
+        for (int64_t p = 0; p < end; p += PANEL) pack_keys(a, chunk, p, columns(p, end), packed + p * query_size(a));
         float* scales = packed + CHUNK * query_size(a);
-        if (CODES) memcpy(scales, rotated.scale, CHUNK * 4), memcpy(scales + CHUNK, rotated.rotated_scale, CHUNK * 4);
+        if (CODES) new (scales) LatentScales(whole(a), chunk);
         pack_pairs(a, chunk, 0, chunk.count, scales + 2 * CHUNK);
     }
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
@@ -84,11 +83,11 @@ template <typename T> struct LatentPairs : LatentPath<T> {
         mix_pairs(a, room, 0, rows, span.low, std::min(span.high, count), packed + CHUNK * query_size(a) + 2 * CHUNK);
     }
     static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
-        const RotatedChunk rotated(whole(a), chunk);
+        const LatentScales scales(whole(a), chunk);
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL) {
             const int64_t count = columns(p, span.high);
-            pack_keys(a, chunk, rotated, p, count, room.panel);
-            score_panel(a, room, rows, room.panel, p, count, rotated.scale + p, rotated.rotated_scale + p);
+            pack_keys(a, chunk, p, count, room.panel);
+            score_panel(a, room, rows, room.panel, p, count, scales.latent + p, scales.rotated + p);
         }
     }
     static void mix_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
@@ -103,29 +102,31 @@ template <typename T> struct LatentPairs : LatentPath<T> {
 
   private:
     // Keys [first, first + PANEL) of a chunk, or their first `columns` vectors, as words [(rank + rope) / 2][PANEL].
-    static void pack_keys(const Attention& a, const Chunk& chunk, const RotatedChunk& rotated, int64_t first, int64_t columns, float* panel) {
+    static void pack_keys(const Attention& a, const Chunk& chunk, int64_t first, int64_t columns, float* panel) {
         pack_words(a, chunk, first, columns, panel);
-        pack_words(whole(a).rotated, rotated.chunk, first, columns, panel + a.head_dim / 2 * PANEL);
+        pack_words(whole(a).rotated, chunk, first, columns, panel + a.head_dim / 2 * PANEL);
     }
     static void pack_words(const Attention& a, const Chunk& chunk, int64_t first, int64_t columns, float* panel) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a stored word; of a vector of words
-        const T* keys = static_cast<const T*>(a.keys);
-        for (int64_t p = first; p < first + columns * WIDE; p += WIDE)
+        for (int64_t p = first; p < first + columns * WIDE; p += WIDE) {
+            const T* keys[WIDE];
+            for (int i = 0; i < WIDE; i++) keys[i] = key_vector<T>(a, chunk.at[p + i]);
             for (int64_t d = 0; d < a.head_dim; d += STEP) {
                 const int64_t count = std::min<int64_t>(WIDE, (a.head_dim - d) / EACH);
                 Wide v[WIDE];
                 if (count == WIDE && p + WIDE <= chunk.count) {
 #pragma GCC unroll 16
-                    for (int i = 0; i < WIDE; i++) v[i] = wide(reinterpret_cast<const float*>(keys + chunk.at[p + i] + d));
+                    for (int i = 0; i < WIDE; i++) v[i] = wide(reinterpret_cast<const float*>(keys[i] + d));
                 } else {
                     for (int i = 0; i < WIDE; i++) {
                         v[i] = Wide{};
-                        if (p + i < chunk.count) memcpy(&v[i], keys + chunk.at[p + i] + d, size_t(count) * 4);
+                        if (p + i < chunk.count) memcpy(&v[i], keys[i] + d, size_t(count) * 4);
                     }
                 }
                 transpose(v);
                 store_words(v, count, panel + d / 2 * PANEL + p - first);
             }
+        }
     }
     static void store_words(const Wide (&v)[WIDE], int64_t count, float* to) {
 #pragma GCC unroll 16
@@ -171,13 +172,14 @@ template <typename T> struct LatentPairs : LatentPath<T> {
 
     // The values of positions [from, to) as words of two positions [CHUNK / 2][rank], 0 outside.
     static void pack_pairs(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* pairs) {
-        const T* values = static_cast<const T*>(a.values);
-        for (int64_t p = from / 2 * 2; p < to; p += 2)
+        for (int64_t p = from / 2 * 2; p < to; p += 2) {
+            const T *even = value_vector<T>(a, chunk.at[p]), *odd = value_vector<T>(a, chunk.at[p + 1]);
             for (int64_t d = 0; d < a.head_dim; d += WIDE) {
-                const Wide first = p >= from ? wide(values + chunk.at[p] + d) : Wide{};
-                const Wide second = p + 1 < to ? wide(values + chunk.at[p + 1] + d) : Wide{};
+                const Wide first = p >= from ? wide(even + d) : Wide{};
+                const Wide second = p + 1 < to ? wide(odd + d) : Wide{};
                 put(pairs + p / 2 * a.head_dim + d, pair_of(first, second));
             }
+        }
     }
     static void mix_pairs(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, const float* pairs) {
         const uint32_t* weights = reinterpret_cast<const uint32_t*>(room.weights) + row * (CHUNK / 2);

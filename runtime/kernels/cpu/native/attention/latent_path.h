@@ -16,18 +16,14 @@ struct Latent : Attention {
           rotated(latent_view(t, t.rotated_query, t.rotated, t.rotated_scales, t.rope)) {}
 };
 
-// The rotated vectors of a chunk. Keys are decoded whole, since the two vectors of a position have scales of their own.
-struct RotatedChunk {
-    Chunk chunk;
-    float scale[CHUNK], rotated_scale[CHUNK];  // of int8 caches
+// The scales of a chunk's int8 codes. Keys are decoded whole, since the two vectors of a position have scales of their own.
+struct LatentScales {
+    float latent[CHUNK], rotated[CHUNK];
 
-    RotatedChunk(const Latent& a, const Chunk& latents) : chunk(latents) {
-        const int64_t from = vector_size(a), to = vector_size(a.rotated);
-        for (int64_t p = 0; p < CHUNK; p++) {
-            const int64_t vector = latents.at[p] / from;
-            chunk.at[p] = vector * to;
-            if (a.cache_type == CACHE_INT8) scale[p] = a.value_scales[vector], rotated_scale[p] = a.rotated.value_scales[vector];
-        }
+    LatentScales(const Latent& a, const Chunk& chunk) {
+        if (a.cache_type != CACHE_INT8) return;
+        const float *from = static_cast<const float*>(a.value_scales), *rest = static_cast<const float*>(a.rotated.value_scales);
+        for (int64_t p = 0; p < CHUNK; p++) latent[p] = from[chunk.at[p]], rotated[p] = rest[chunk.at[p]];
     }
 };
 
@@ -52,8 +48,8 @@ template <typename T> struct LatentPath : FloatPath<T> {
     }
 
     static void pack(const Attention& a, const Chunk& chunk, float* packed) {
-        const RotatedChunk rotated(whole(a), chunk);
-        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_keys(a, chunk, rotated, p, packed + p * query_size(a));
+        const LatentScales scales(whole(a), chunk);
+        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_keys(a, chunk, scales, p, packed + p * query_size(a));
         Base::pack_values(a, chunk, packed + CHUNK * query_size(a));
     }
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
@@ -65,20 +61,20 @@ template <typename T> struct LatentPath : FloatPath<T> {
     }
 
     static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
-        const RotatedChunk rotated(whole(a), chunk);
+        const LatentScales scales(whole(a), chunk);
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL) {
-            pack_keys(a, chunk, rotated, p, room.panel);
+            pack_keys(a, chunk, scales, p, room.panel);
             score_panel(a, room, rows, room.panel, p);
         }
     }
 
   private:
     // Keys [first, first + PANEL) of a chunk as [sizes of rank and rope][PANEL].
-    static void pack_keys(const Attention& a, const Chunk& chunk, const RotatedChunk& rotated, int64_t first, float* panel) {
+    static void pack_keys(const Attention& a, const Chunk& chunk, const LatentScales& scales, int64_t first, float* panel) {
         float* rest = panel + Base::size(a) * PANEL;
         constexpr bool SCALED = std::is_same_v<T, int8_t>;
-        Base::template pack_panel<SCALED>(a, chunk, first, panel, rotated.scale);
-        Base::template pack_panel<SCALED>(whole(a).rotated, rotated.chunk, first, rest, rotated.rotated_scale);
+        Base::template pack_panel<SCALED>(a, chunk, first, panel, scales.latent);
+        Base::template pack_panel<SCALED>(whole(a).rotated, chunk, first, rest, scales.rotated);
     }
     static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p) {
         const auto load = [=](int64_t d, int n) { return wide(panel + d * PANEL + n * WIDE); };
