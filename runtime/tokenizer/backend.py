@@ -84,12 +84,14 @@ class Pipeline:
 
 
 def _call(work: Callable[[], _T]) -> _T:
-    # The library's panics derive from BaseException, not Exception (C2).
+    # The library's panics derive from BaseException, not Exception (C2), as do the exceptions of signals.
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelError):
+    except ModelError:
         raise
     except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
         raise _problem(error) from None
 
 

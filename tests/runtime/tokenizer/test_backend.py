@@ -71,7 +71,10 @@ def test_not_tame(values: dict[str, Any]) -> None:
 
 
 def test_interrupt_passes_through() -> None:  # C2
-    for kind in (KeyboardInterrupt, SystemExit):
+    class Stopped(BaseException):
+        """What the handler of a signal may raise."""
+
+    for kind in (KeyboardInterrupt, SystemExit, Stopped):
 
         def stop(kind: type[BaseException] = kind) -> None:
             raise kind
