@@ -30,6 +30,7 @@ from mycli.runtime.server.http.settings import ServerLimits
 _LINGER = 1.0  # seconds to let a refused client read the answer
 _DEAD_SECONDS = 5.0  # to send what is under way when the engine has died
 _OPEN_FILES = 8192
+_READ_BYTES = 48 << 10  # that a client reads in `stall_seconds`: what takes asyncio's buffer from full to resumed
 _SLICE = 1 << 14  # bytes that are parsed before the chunks in them are counted
 # Each chunk of a body takes some 20 us, however small it is: a body of single bytes would hold up all connections.
 _FREE_CHUNKS, _CHUNK_BYTES = 1 << 12, 64
@@ -218,7 +219,18 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def _watch_reader(self, unsent: int) -> None:
+        self._stall = self.loop.call_later(self.limits.stall_seconds, self._drop_if_stalled, unsent)
+
+    def _drop_if_stalled(self, before: int) -> None:
+        # The buffer may hold a whole response, for which a slow client needs longer than `stall_seconds`.
+        unsent = self.transport.get_write_buffer_size()
+        if before - unsent < _READ_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_reader(unsent)
 
     def resume_writing(self) -> None:
         if self._stall is not None:

@@ -1,6 +1,8 @@
 """Test slow, idle and too many sockets."""
 
 import grp
+import http.client
+import json
 import os
 import socket
 import stat
@@ -111,6 +113,23 @@ def test_a_long_reply_is_no_slow_request(scripted: Scripted) -> None:
     limits = ServerLimits(header_seconds=0.2, body_seconds=0.2)
     with scripted("a b c d e f g h i j k l", settings=ServerSettings(("pico",), limits=limits), pause=0.05) as served:
         assert served.chat().status == 200 and served.chat(stream=True).body.endswith(b"[DONE]\n\n")
+
+
+def test_who_reads_slowly_gets_the_whole_of_a_large_response(scripted: Scripted) -> None:
+    """It takes several times `stall_seconds`."""
+    body = json.dumps({"prompt": "漢字仮名" * 125_000}, ensure_ascii=False).encode()
+    with scripted(settings=ServerSettings(("pico",), limits=ServerLimits(stall_seconds=0.4))) as served:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        with socket.socket() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            link.connect(("127.0.0.1", served.port))
+            connection.sock = link
+            connection.request("POST", "/tokenize", body, {"content-type": "application/json"})
+            response, size, begin = connection.getresponse(), 0, time.monotonic()
+            while part := response.read(1 << 17):
+                size += len(part)
+                time.sleep(0.04)
+        assert size == int(response.headers["content-length"]) > 5 << 20 and time.monotonic() - begin > 1.2
 
 
 def test_g35_idle_sockets_make_room(scripted: Scripted) -> None:
