@@ -155,6 +155,16 @@ def test_an_unfinished_download_can_be_removed() -> None:
     assert not repo_folder("org/tiny").exists()
 
 
+@pytest.mark.parametrize("left", ["tiny-int4.replaced-12-0123456789ab", "removed-12-tiny-int4"])
+def test_what_a_killed_command_leaves_is_listed_and_can_be_removed(left: str) -> None:
+    """Killed while it deleted the folder that it had replaced, or that it was to remove."""
+    folder = quantized()
+    folder.rename(folder.with_name(f".{left}"))
+    assert rows()[left][0] == "unfinished"
+    removed(left)
+    assert not list(folder.parent.iterdir())
+
+
 def test_a_quantized_model_goes_by_its_name() -> None:
     folder = quantized()
     quantized("other")
