@@ -8,9 +8,11 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
@@ -282,6 +284,20 @@ class DrainingServer(uvicorn.Server):
     def end(self) -> None:
         """Stop serving, from any thread, as soon as the responses under way are sent."""
         self._dead_for = 0.0
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Treat SIGHUP, when a terminal closes, as the signals that uvicorn handles, unless nohup ignores it."""
+        before = signal.getsignal(signal.SIGHUP)
+        with super().capture_signals():
+            if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+                yield
+                return
+            signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:  # before uvicorn raises the signal again
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._captured_signals = [sig]  # uvicorn raises it again at the end, which gives the exit code

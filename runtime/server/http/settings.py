@@ -17,8 +17,8 @@ class ServerLimits:
     """The limits for one client, in bytes, seconds and counts.
 
     header_seconds, body_seconds: to send the head and the body of a request; stall_seconds: a connection is closed
-    when its client reads next to nothing for this long; queue_seconds: to wait for the first token; ping_seconds: between the comments
-    that keep a silent stream open; grace_seconds: for running replies at shutdown.
+    when its client reads next to nothing for this long; queue_seconds: to wait for the first token; ping_seconds:
+    between the comments that keep a silent stream open; grace_seconds: for running replies at shutdown.
     """
 
     body_bytes: int = 4 << 20

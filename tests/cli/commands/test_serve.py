@@ -56,7 +56,11 @@ def health(port: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), chosen([(signal.SIGTERM, 143), (signal.SIGINT, 130)], quick=[(signal.SIGTERM, 143)])
+    ("number", "code"),
+    chosen(
+        [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)],
+        quick=[(signal.SIGTERM, 143), (signal.SIGHUP, 143)],
+    ),
 )
 def test_g27_a_reply_under_way_is_finished_first(
     environment: dict[str, str], number: signal.Signals, code: int
