@@ -16,7 +16,6 @@ from mycli.runtime.layers.linear import Linear, load_linears
 from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
-from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, PerLayerSpec, StreamsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 class Attention(LayerPart):
     sums_last_product = True
 
-    def __init__(self, spec: AttentionSpec, layer: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, layer: int, normed_residual: bool = False) -> None:
+        super().__init__(spec, normed_residual)
         self.spec = spec
         self._layer = layer
         self.qkv = Linear(spec.products()["qkv"], stacked_on_gpu=True)
@@ -280,22 +279,22 @@ BlockPart = LayerPart | Parallel | AlternatingUpdates
 
 def _mixer(spec: LayerSpec) -> Attention | LatentAttention | Recurrent | None:
     if isinstance(spec.mixer, AttentionSpec):
-        return Attention(spec.mixer, spec.index)
+        return Attention(spec.mixer, spec.index, spec.normed_residual)
     if isinstance(spec.mixer, LatentAttentionSpec):
         return LatentAttention(spec.mixer, spec.index)
     return None if spec.mixer is None else Recurrent(spec.mixer, spec.index)
 
 
-def _second_half(
-    spec: MlpSpec | ExpertsSpec | None, streamed: "tuple[int, ExpertReads] | None"
-) -> Mlp | Experts | None:
-    if isinstance(spec, MlpSpec):
-        return Mlp(spec)
-    if spec is not None and streamed is not None and streamed[0] < len(spec.experts):
+def _second_half(spec: LayerSpec, streamed: "tuple[int, ExpertReads] | None") -> Mlp | Experts | None:
+    if spec.mlp is None:
+        return None
+    if isinstance(spec.mlp, MlpSpec):
+        return Mlp(spec.mlp, spec.normed_residual)
+    if streamed is not None and streamed[0] < len(spec.mlp.experts):
         from mycli.runtime.layers.streamed_experts import StreamedExperts
 
-        return StreamedExperts(spec, *streamed)
-    return None if spec is None else Experts(spec)
+        return StreamedExperts(spec.mlp, *streamed, spec.normed_residual)
+    return Experts(spec.mlp, spec.normed_residual)
 
 
 class Block(nn.Module):
@@ -307,7 +306,7 @@ class Block(nn.Module):
         self.spec = spec
         self.mixer = _mixer(spec)
         self.state_space = None if spec.state_space is None else Recurrent(spec.state_space, spec.index)
-        self.mlp = _second_half(spec.mlp, streamed)
+        self.mlp = _second_half(spec, streamed)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
         first: tuple[BlockPart | None, ...] = (self.mixer, self.mlp)
         if spec.parallel or self.state_space is not None:
@@ -320,9 +319,6 @@ class Block(nn.Module):
             self.streams = AlternatingUpdates(spec.streams, spec.laurel, self.mixer, self.mlp, self.per_layer)
         parts = (*first, self.per_layer) if self.streams is None else (self.streams,)
         self.parts = tuple(part for part in parts if part is not None)
-        for part in self.parts:
-            if isinstance(part, LayerPart):
-                part.normed_residual = spec.normed_residual
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
         named = {norm.spec: norm for norm in self._norms()}

@@ -20,8 +20,8 @@ from mycli.runtime.quantization.scheme import Packing
 class Mlp(LayerPart):
     sums_last_product = True
 
-    def __init__(self, spec: MlpSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: MlpSpec, normed_residual: bool = False) -> None:
+        super().__init__(spec, normed_residual)
         self.spec = spec
         self.gate_up = Linear(spec.gate_up)
         self.down = Linear((spec.down,))
@@ -61,8 +61,8 @@ def _above_threshold(gate: Tensor, share: float) -> Tensor:
 class Experts(LayerPart):
     """The mixture of experts that an `ExpertsSpec` declares; the shared expert, if any, is computed first."""
 
-    def __init__(self, spec: ExpertsSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ExpertsSpec, normed_residual: bool = False) -> None:
+        super().__init__(spec, normed_residual)
         self.spec = spec
         self.router = Linear((spec.router,))
         self.shared = None if spec.shared is None else Mlp(spec.shared.mlp)

@@ -60,21 +60,21 @@ class LayerPart(nn.Module):
 
     `products`: its linears in order of execution; `unquantized`: linears that are dense in memory (routers, gates)
     and not calibrated; `scalar` [1], if any, multiplies the sum, and `gain` [hidden] the residual stream before it.
-    `normed_residual`: see `LayerSpec`.
     """
 
     products: tuple[Linear, ...]
     unquantized: tuple[Linear, ...] = ()
     sums_last_product = False  # whether `sum` takes the output of the last product as it is
 
-    def __init__(self, spec: PartSpec) -> None:
+    def __init__(self, spec: PartSpec, normed_residual: bool = False) -> None:
+        """normed_residual: see `LayerSpec`."""
         super().__init__()
         self.norm = make_norm(spec.norm)
         self.output_norm = make_norm(spec.output_norm)
         self.scalar: Tensor | None = None
         self.gain: Tensor | None = None
         self.residual = spec.residual_scale
-        self.normed_residual = False
+        self._normed_residual = normed_residual
 
     @property
     def resident_products(self) -> tuple[Linear, ...]:
@@ -94,10 +94,11 @@ class LayerPart(nn.Module):
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """Yield the products from the residual stream x [sequences, tokens, hidden] to the next one."""
-        entering = normed(self.norm, x)
-        if self.normed_residual:
-            x = entering
-        output = yield from self.inner(entering, context)
+        if self._normed_residual:
+            x = normed(self.norm, x)
+            output = yield from self.inner(x, context)
+        else:  # without a name for the norm's output, which `inner` frees after its first product
+            output = yield from self.inner(normed(self.norm, x), context)
         return self.sum(x, output)
 
     def sum(self, x: Tensor, output: Tensor) -> Tensor:
