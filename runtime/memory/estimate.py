@@ -163,15 +163,17 @@ def captured_bytes(plan: MemoryPlan) -> int:
         return 0
     from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, draft_rows, graph_bytes
 
-    running, drafted = plan.running or plan.batch, plan.drafts or plan.draft is not None
+    running, drafted = plan.running or plan.batch, plan.drafts_without_model or plan.draft is not None
     rows = [sequences * new for sequences, new in decode_shapes(running, drafted)]
-    # Of drafts, what advances recurrent states is held until the number of accepted tokens is known.
-    held = sum(spec.recurrent.draft_values() for spec in specs if spec.recurrent is not None and drafted)
-    held *= draft_rows(running)
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
     logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)
-    return graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest) + held * plan.value_bytes
+    graphs = graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest)
+    if not drafted:
+        return graphs
+    # Recurrent states advance by accepted tokens only: until their number is known, the rows of all are kept.
+    row = sum(spec.recurrent.draft_values() for spec in specs if spec.recurrent is not None)
+    return graphs + draft_rows(running) * row * plan.value_bytes
 
 
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:

@@ -36,7 +36,7 @@ def requested_plan(
         dtype=dtype,
         gpu=gpu,
         draft=None if draft is None else MemoryPlan(draft.config, draft_packings, dtype=dtype, kv=engine.kv),
-        drafts=engine.draft is not None and draft is None,
+        drafts_without_model=engine.draft is not None and draft is None,
         kv=engine.kv,
         prompt_copy="none" if unpacked else engine.prompt_copy,
         running=engine.running,

@@ -271,7 +271,8 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     assert (
         captured_bytes(replace(drafted, batch=256)) == (511 + alone + several + 6) * row + 256 * (values + row) + parts
     )
-    assert captured_bytes(replace(one, drafts=True)) == captured_bytes(drafted), "so are those of no model"
+    ngrams = replace(one, drafts_without_model=True)
+    assert captured_bytes(ngrams) == captured_bytes(drafted), "so are drafts without a model"
     assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
     odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
     for without in (replace(one, gpu=False), odd):
@@ -388,8 +389,8 @@ def test_layers_without_attention_hold_the_values_of_their_part() -> None:
 @pytest.mark.parametrize(("running", "rows", "logits"), [(1, 16, 35), (4, 64, 35 + 2 * 6 + 4 * 6 + 8 * 6)])
 def test_drafts_of_recurrent_models_hold_what_advances_their_states(running: int, rows: int, logits: int) -> None:
     """24 of 32 layers of Qwen3.5-9B have states; a token advances them by 8192 + 4096 projected values and 2 x 32."""
-    with_drafts = replace(plan("Qwen3.5-9B", gpu=True), running=running, drafts=True)
-    more = captured_bytes(with_drafts) - captured_bytes(replace(with_drafts, drafts=False))
+    with_drafts = replace(plan("Qwen3.5-9B", gpu=True), running=running, drafts_without_model=True)
+    more = captured_bytes(with_drafts) - captured_bytes(replace(with_drafts, drafts_without_model=False))
     assert more == logits * 248320 * 2 + rows * 24 * (8192 + 4096 + 2 * 32) * 2
 
 

@@ -42,7 +42,8 @@ def test_weights_are_planned_as_they_will_be_stored() -> None:
     assert (packed.packings, packed.draft.packings, packed.prompt_copy) == (FOLDER.packings, FOLDER.packings, "int8")
     assert (unpacked.packings, unpacked.draft.packings, unpacked.prompt_copy) == ({}, {}, "none")
     assert packed.kv == packed.draft.kv == "int8"
-    assert requested_plan(FOLDER, replace(engine, draft="ngram")).drafts and not packed.drafts
+    assert requested_plan(FOLDER, replace(engine, draft="ngram")).drafts_without_model
+    assert not packed.drafts_without_model
     assert requested_plan(FOLDER, replace(engine, dtype="bfloat16")).dtype == "bfloat16"
     assert requested_plan(FOLDER, engine, dtype="float16").dtype == "float16"
 
