@@ -8,7 +8,7 @@ from mycli.runtime.errors import ModelError
 SUFFIX = ".gguf"
 MAX_PARTS = 1000
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-# A file of Ollama's store has the digest of its contents as name. What it holds, its first bytes say.
+# Ollama names files by the digest of their contents; their first bytes tell the format.
 _BLOB = re.compile(r"sha256-([0-9a-f]{64})")
 
 

@@ -1,4 +1,4 @@
-"""Position and type embeddings of encoders: a table row for each position (BERT), and one for the type of tokens."""
+"""Position and token type embeddings, which encoders add to the embeddings of tokens."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from mycli.runtime.models.part_spec import PositionSpec
 
 
 class PositionEmbeddings(nn.Module):
-    """The table [positions, hidden], maybe none, and the embedding of the token type 0 [hidden], dense."""
+    """Adds the row of each position, if there is a table [positions, hidden], and that of token type 0 [hidden]."""
 
     def __init__(self, spec: PositionSpec) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PositionEmbeddings(nn.Module):
         self.first_type = checkpoint.read(f"{self._spec.types.name}.weight")[0].to(device, dtype)
 
     def forward(self, embedded: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Add to `embedded` [1, T, hidden] of texts with `lengths` tokens, one after the other."""
+        """Return `embedded` [1, T, hidden] with both added; lengths: tokens of each text in the pass, in order."""
         embedded = embedded + self.first_type
         if self.table is None:
             return embedded

@@ -93,12 +93,8 @@ class Transformer(nn.Module):
         loads: list[Callable[[], None]] = [read_embedding]
         loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
-        if self.per_layer is not None:
-            loads.append(partial(self.per_layer.load, checkpoint, device, dtype))
-        if self.positions is not None:
-            loads.append(partial(self.positions.load, checkpoint, device, dtype))
-        if self.streams is not None:
-            loads.append(partial(self.streams.load, checkpoint, device, dtype))
+        optional = (module for module in (self.per_layer, self.positions, self.streams) if module is not None)
+        loads += [partial(module.load, checkpoint, device, dtype) for module in optional]
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
         first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and checked on first use
@@ -139,8 +135,7 @@ class Transformer(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all weights in memory; a tied embedding counts once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear | RMSNorm | Mixer))
-        total += 0 if self.per_layer is None else self.per_layer.nbytes
-        total += 0 if self.positions is None else self.positions.nbytes
+        total += sum(module.nbytes for module in (self.per_layer, self.positions) if module is not None)
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

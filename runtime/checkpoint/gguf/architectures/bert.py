@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-RoBERTa encoders, whose tables of positions begin with the first token's; read alone."""
+"""BERT, RoBERTa and XLM-RoBERTa encoders, read only; row 0 of their position tables is that of the first token."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def _rows(model: GgufModel, tables: Mapping[str, str]) -> Config:
 
 
 def encoder_config(model: GgufModel, activation: str, **tables: str) -> Config:
-    """Return the config fields of an encoder; tables: by field, the tensor whose rows are its value."""
+    """Return the config fields of an encoder; tables: fields that are the number of rows of a tensor, by its name."""
     return {"hidden_act": activation, "use_bidirectional_attention": True, **_rows(model, tables)}
 
 

@@ -1,4 +1,4 @@
-"""EmbeddingGemma: Gemma 3 in which every token sees the tokens on both sides; read alone."""
+"""EmbeddingGemma: Gemma 3 in which every token sees the tokens on both sides; read only."""
 
 from dataclasses import replace
 

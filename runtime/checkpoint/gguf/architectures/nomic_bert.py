@@ -1,4 +1,4 @@
-"""Nomic Embed 1 and 1.5: an encoder with rotary embedding and a gated MLP; read alone."""
+"""Nomic Embed 1 and 1.5: an encoder with rotary embedding and a gated MLP; read only."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, Architecture
 from mycli.runtime.checkpoint.gguf.architectures.bert import encoder_config
