@@ -68,10 +68,15 @@ def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path
     assert clear.float().mean() > 0.9 and torch.equal(mine.argmax(-1)[clear], theirs.argmax(-1)[clear])
 
 
+@pytest.fixture(scope="module")
+def pico_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_to(PICO, "gguf:f32", tmp_path_factory.mktemp("pico") / "pico.gguf").path
+
+
 @pytest.mark.parametrize("kind", ["IQ4_XS", "Q5_K", "IQ2_XS"])
-def test_blocks_of_a_file_are_copied(kind: str, tmp_path: Path) -> None:
+def test_blocks_of_a_file_are_copied(kind: str, pico_f32: Path, tmp_path: Path) -> None:
     source, copy = tmp_path / "source.gguf", tmp_path / "copy.gguf"
-    source.write_bytes(in_blocks(export_to(PICO, "gguf:f32", tmp_path / "pico.gguf").path, kind))
+    source.write_bytes(in_blocks(pico_f32, kind))
     assert not export_to(source, "gguf", copy).rounded
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
     copied = {tensor.name: tensor for tensor in gguf.GGUFReader(copy).tensors}

@@ -103,18 +103,22 @@ def test_replies_are_those_of_transformers(
         assert searched(machine, [request(loaded, prompt, case)])[0] == expected(reference, loaded, prompt, case)
 
 
-@pytest.mark.parametrize(("blocks", "running"), [(64, 8), (64, 32), (24, 8), (21, 5)])
-def test_searches_beside_each_other_and_without_room_are_the_same(
-    blocks: int, running: int, loaded: LoadedModel
-) -> None:
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> list[tuple[Request, list[list[int]]]]:
+    """Three beam searches and a sampled request, each with its replies in an engine of its own."""
     cases = [(4, 20, 1.0, False), (3, 24, 2.0, True), (5, 12, 0.0, "never")]
     requests = [request(loaded, ids(loaded, text), case) for text, case in zip(PROMPTS, cases, strict=True)]
-    alone = [searched(engine(loaded), [one])[0] for one in requests]
-    sampled = Request(requests[0].prompt, SamplingParams(temperature=0.8, seed=1), 30, loaded.stop_ids)
-    single = searched(engine(loaded), [sampled])[0]
+    requests.insert(1, Request(requests[0].prompt, SamplingParams(temperature=0.8, seed=1), 30, loaded.stop_ids))
+    return [(search, searched(engine(loaded), [search])[0]) for search in requests]
+
+
+@pytest.mark.parametrize(("blocks", "running"), [(64, 8), (64, 32), (24, 8), (21, 5)])
+def test_searches_beside_each_other_and_without_room_are_the_same(
+    blocks: int, running: int, loaded: LoadedModel, alone: list[tuple[Request, list[list[int]]]]
+) -> None:
     machine = engine(loaded, blocks, running, drafts=True)
     free = machine.scheduler.pool.available
-    assert searched(machine, [requests[0], sampled, *requests[1:]]) == [alone[0], single, *alone[1:]]
+    assert searched(machine, [search for search, _ in alone]) == [replies for _, replies in alone]
     assert machine.scheduler.pool.available == free
     if blocks == 21:
         assert machine.stats.preemptions
