@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, with_older_section
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
-from mycli.runtime.errors import Declined, NotFoundError
+from mycli.runtime.errors import Declined, NotFoundError, UsageError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name, split_quant
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # torch takes a second to import; light commands share this m
     from mycli.runtime.diagnostics.golden_record import GoldenRecord
     from mycli.runtime.engine.model_runner import ModelRunner
     from mycli.runtime.memory.plan import MemoryPlan
+    from mycli.runtime.models.config import ModelConfig
 
 
 class _Announcements(OpenReport):
@@ -140,6 +141,12 @@ def announce_slow_passes(call: Call, runner: "ModelRunner") -> None:
     for row in pass_rows(pass_choices(runner)):
         if row.slow:
             call.out.note(row.text)
+
+
+def require_generative(config: "ModelConfig") -> None:
+    """Raise UsageError for a model that computes embeddings and predicts no tokens."""
+    if config.bidirectional:
+        raise UsageError("this model computes embeddings: its attention is bidirectional", code="embedding-model")
 
 
 def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) -> ModelFolder:

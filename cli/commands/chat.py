@@ -11,7 +11,7 @@ from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags, TemplateFlags
-from mycli.cli.load import load_engine
+from mycli.cli.load import load_engine, require_generative
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.store import state_dir
 
@@ -69,6 +69,7 @@ def chat(
         conversation.system = system
     config = replace(prefix_cache.resolve(loading.resolve()), template=templates.resolve())
     loaded = load_engine(call, model, config)
+    require_generative(loaded.model.runner.config)
     template = loaded.model.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", code="continue-text")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import KV, LoadFlags
-from mycli.cli.load import adapted, announce_build, announce_placement
+from mycli.cli.load import adapted, announce_build, announce_placement, require_generative
 from mycli.cli.output import Column
 from mycli.cli.text.format import quality_rows
 from mycli.cli.text.progress import stages
@@ -176,6 +176,8 @@ def evaluate(
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
     folders = [source.open() for source in sources]
+    for folder in folders:
+        require_generative(folder.config)
     folders[0] = adapted(call, folders[0], model, adapter)
     placements = [
         engine.place(folders[0].config),

@@ -223,7 +223,10 @@ def _run(
             cache = f"the cache holds {pluralize(sequences, 'sequence')} of {engine.context} tokens"
             if not loaded.longest_context:
                 cache += f" (--ctx allows up to {loaded.model.runner.config.max_context})"
-            call.out.result(f"{url} · {service.name} · up to {pluralize(max_sequences, 'reply')} concurrently; {cache}")
+            holds = f"up to {pluralize(max_sequences, 'reply')} concurrently; {cache}"
+            if loaded.model.runner.config.bidirectional:  # has no cache
+                holds = f"vectors of texts of up to {engine.context} tokens"
+            call.out.result(f"{url} · {service.name} · {holds}")
 
     server = DrainingServer(application(service, log), settings.limits, drain, lambda: service.busy, worker.cancel_all)
     record = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())

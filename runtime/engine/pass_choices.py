@@ -32,7 +32,12 @@ class PassChoice:
 
 
 def pass_choices(runner: ModelRunner) -> list[PassChoice]:
-    """Return the choices for a prompt, greedy and sampled decoding, a batch, and the verification of drafts."""
+    """Return the choices for a prompt, greedy and sampled decoding, a batch, and the verification of drafts.
+
+    Empty for a model of embeddings, which decodes nothing.
+    """
+    if runner.config.bidirectional:
+        return []
     context = min(runner.config.max_context, PROMPT_TOKENS)
     kind = cache_dtype(runner.kv, runner.dtype)
     # On the meta device: only the layout of the cache is read, so it takes no memory.

@@ -183,6 +183,12 @@ class Service(ServerState):
             message = f"token id {largest} is out of range: the vocabulary ends at {self.loaded.vocabulary_size - 1}"
             raise ApiError(400, message, "invalid_value", param=param)
 
+    def check_generates(self) -> None:
+        """Raise ApiError for a model that computes embeddings alone."""
+        if self.loaded.runner.config.bidirectional:
+            message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
+            raise ApiError(400, message, "embedding_model", param="model")
+
     def check_fits(self, prompt: Sequence[int], limit: int | None, param: str) -> None:
         """Raise ApiError, with the token counts, if the prompt and `limit` tokens more exceed the context."""
         if not prompt:
@@ -250,9 +256,7 @@ class Service(ServerState):
         fills_in: bool = False,
     ) -> Request:
         """Return the engine's request for replies to one prompt; `fills_in`: it is of `fim_prompt`. Raises ApiError."""
-        if self.loaded.runner.config.bidirectional:
-            message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
-            raise ApiError(400, message, "embedding_model", param="model")
+        self.check_generates()
         if beams is not None:
             _check_beams(body, grammar, top)
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.

@@ -136,6 +136,7 @@ def _calls_have_schemas(spec: ChatSpec, tool_format: ToolFormat) -> bool:
 def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
     """Return the token ids of a conversation, up to the place where the reply begins. Raises ApiError."""
     messages = spec.messages[:-1] if spec.continued else spec.messages
+    service.check_generates()  # first: such models have no chat template either
     ids = service.chat_prompt(messages, spec.offered_tools, spec.arguments, place=spec.place)
     if spec.continued:
         last, form = spec.messages[-1], service.reasoning_format

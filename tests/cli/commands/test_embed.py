@@ -14,7 +14,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
 from mycli.runtime.open import open_model
 from tests.support.command_line import Mycli
-from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding
+from tests.support.embedding_models import PROMPTS, embedding_gemma, encoder, qwen3_embedding
 
 TEXTS = ["Hello there", "What is the capital?", "x"]
 
@@ -67,6 +67,16 @@ def test_a_bidirectional_model_embeds_and_does_not_generate(mycli: Mycli, tmp_pa
     assert done.returncode == 0 and abs(numpy.linalg.norm(embedded(done.stdout)) - 1) < 1e-5
     refused = mycli("run", str(folder), "Hello", "--device", "cpu")
     assert refused.returncode == 2 and "computes embeddings" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [("chat",), ("eval", "--tokens", "1k"), ("eval", "--kv-sweep")], ids=" ".join)
+def test_an_encoder_neither_chats_nor_has_a_perplexity(
+    mycli: Mycli, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    command, *rest = arguments
+    refused = mycli(command, str(encoder(tmp_path / "bert")), *rest, "--device", "cpu", input="Hello")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "computes embeddings" in refused.stderr and "mycli embed" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,15 @@ def test_what_cannot_be_computed_is_refused(
     assert answer.status == 400 and words in answer.error["message"]
 
 
+def test_an_encoder_does_not_chat_and_no_other_route_is_recommended(tmp_path: Path) -> None:
+    """It has no chat template either, for which another error recommends to continue a text."""
+    body = {"model": "bert", "messages": [{"role": "user", "content": "a"}]}
+    with serving(*load_fp32(encoder(tmp_path / "bert")), ServerSettings(("bert",))) as served:
+        refused = served.ask("POST", "/v1/chat/completions", body)
+        assert refused.status == 400 and "does not generate text" in refused.error["message"]
+        assert served.ask("POST", "/api/chat", body).json["error"].startswith("bert computes embeddings")
+
+
 def test_long_texts_are_cut_only_where_ollama_cuts_them(servers: dict[str, Served]) -> None:
     answer = servers["qwen3"].ask("POST", "/api/embed", {"model": "qwen3", "input": "a " * 600})
     assert answer.status == 200 and answer.json["prompt_eval_count"] == 512

@@ -21,8 +21,10 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
+from tests.support.embedding_models import encoder
 from tests.support.engines import together
 from tests.support.families import CASES, make
+from tests.support.models import CPU
 from tests.support.native_parts import HEAD, WIDE, load_bf16, need_native_code
 from tests.support.paths import PICO
 
@@ -63,6 +65,11 @@ def test_a_reply_runs_through_a_backend_that_is_registered_from_outside() -> Non
         for each in (runner, ModelRunner(model))
     ]
     assert replies[0] == replies[1] and made[0].passes == 5  # the prompt pass yields the first token
+
+
+def test_a_model_of_embeddings_has_no_choices(tmp_path: Path) -> None:
+    """It has no cache and decodes nothing: why no fast pass decodes would mislead."""
+    assert pass_choices(load_model(open_model_folder(encoder(tmp_path / "bert")), CPU)) == []
 
 
 def test_a_model_that_native_code_takes_says_which_pass_runs_what() -> None:
