@@ -27,6 +27,7 @@ TEXT_PARTS: dict[str, str] = {
     "glm4v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text",
     "got_ocr2": "qwen2",
+    "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",
@@ -35,6 +36,7 @@ TEXT_PARTS: dict[str, str] = {
     "kimi_vl": "deepseek_v3",
     "lfm2_vl": "lfm2",
     "lfm3_vl": "lfm3",
+    "lighton_ocr": "qwen3",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
@@ -58,6 +60,7 @@ TEXT_PARTS: dict[str, str] = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "smolvlm": "llama",
+    "video_llama_3": "qwen2",
     "video_llava": "llama",
     "vipllava": "llama",
     "voxtral": "llama",
@@ -120,13 +123,15 @@ _LLAMA = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
 }
+_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 # By the type of the section, or of the outer config where that has defaults for its section.
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_text": {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
     "glm4v_moe_text": {"attention_bias": True, "num_key_value_heads": 8},
     "llama": _LLAMA,
-    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "idefics2": {**_MISTRAL, "sliding_window": 4096},  # not in the published file, and its base model has it
+    "mistral": _MISTRAL,
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen2_vl_text": _QWEN_VL,
@@ -204,11 +209,13 @@ _TIED_BY_DEFAULT = (
     "kimi_k25",
     "lfm2_vl",
     "lfm3_vl",
+    "lighton_ocr",
     "mistral3",
     "ovis2",
 )
 _TIED_BY_EITHER = (
     *("fast_vlm", "glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl"),
+    "video_llama_3",
 )
 _TIED_BY_SECTION = ("internvl_chat", "kimi_vl", "llama4")  # which hold a whole causal model, head included
 _NEVER_TIED = (  # by transformers 4, as their sections say

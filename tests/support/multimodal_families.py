@@ -30,6 +30,7 @@ INTERN_VISION = {"model_type": "internvl_vision", **VISION, "image_size": [16, 1
 QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "intermediate_size": 16}
 GLM_VISION = {**QWEN_VISION, "image_size": 16, "out_hidden_size": 64}
 OCR_VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16, "mlp_dim": 16}
+PERCEIVER = {"hidden_size": 64, "resampler_n_latents": 2, "resampler_depth": 1}
 OVIS_VISION = {**SIGLIP, "vocab_size": 16}
 JANUS_VQ = {
     "embed_dim": 8,
@@ -195,6 +196,9 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
     "aya_vision": ("aya_vision", "cohere2", {**IDS, "sliding_window": 7}, SIGLIP_VISION, {}),
     "cohere2_vision": ("cohere2_vision", "cohere2", {**IDS, "sliding_window": 7}, SIGLIP_VISION, {}),
     "idefics3": ("idefics3", "llama", {**IDS}, {"model_type": "idefics3_vision", **SIGLIP}, {"scale_factor": 1}),
+    "idefics2": ("idefics2", "mistral", {**IDS, "sliding_window": None}, SIGLIP, {"perceiver_config": PERCEIVER}),
+    "lighton_ocr": ("lighton_ocr", "qwen3", {**IDS, "head_dim": 16}, PIXTRAL, {}),
+    "video_llama_3": ("video_llama_3", "qwen2", {**IDS}, SIGLIP, {}),
     "smolvlm": ("smolvlm", "llama", {**IDS}, {"model_type": "smolvlm_vision", **SIGLIP}, {"scale_factor": 1}),
     "lfm2_vl": ("lfm2_vl", "lfm2", {**IDS, "layer_types": ["conv", "full_attention", "conv"]}, SIGLIP_VISION, {}),
     "deepseek_vl": ("deepseek_vl", "llama", {**IDS}, SIGLIP_VISION, {}),

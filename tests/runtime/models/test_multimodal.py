@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
     expected *= getattr(reference.config.get_text_config(), "logit_scale", 1)  # called without images: the same tokens
     assert (whole(model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert len(heard) == 1 and "only its text part is used, not " in heard[0] and re.search("vis|image|audio", heard[0])
+
+
+@pytest.mark.parametrize(("window", "expected"), [({}, 4096), ({"sliding_window": None}, None)], ids=["absent", "none"])
+def test_the_window_of_idefics2_as_published(window: dict[str, Any], expected: int | None) -> None:
+    """Its text config has only what differs from the defaults of transformers' class."""
+    text = {"model_type": "mistral", "max_position_embeddings": 32768, "vocab_size": 32003, **window}
+    raw = {"model_type": "idefics2", "text_config": text, "tie_word_embeddings": False}
+    reference = transformers.AutoConfig.for_model(**raw).text_config
+    config = parse_config(TextPart.from_config(Fields(raw, "config.json")).config)
+    assert reference.sliding_window == expected
+    assert {spec.attention.window for spec in config.layer_specs} == {expected}
+    sizes = (reference.hidden_size, reference.num_hidden_layers, reference.num_key_value_heads)
+    assert sizes == (config.hidden_size, config.layers, config.kv_heads)
 
 
 def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
