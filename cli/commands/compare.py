@@ -14,7 +14,7 @@ from mycli.cli.load import about, announce_build, load_engine
 from mycli.cli.output import Column
 from mycli.cli.replies.batch_file import MAX_LINE, parse_prompt
 from mycli.cli.reports.plot import Chart, Point, require_svg, write_charts
-from mycli.cli.text.progress import STEP_SECONDS, stages
+from mycli.cli.text.progress import STEP_SECONDS, CpuContention, stages
 from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.chat_template import Message
@@ -191,7 +191,9 @@ def compare(
 
     require_same_vocabulary(folders[0].config, folders[1].config)  # before minutes of replies
     # One after the other and not together: two models that fit alone may not fit side by side.
+    contention = CpuContention()
     reference, other = (_replies(call, name, engine, conversations, limit) for name in names)
+    disturbance = contention.note()  # of the timed part alone
     exact = replace(engine, dtype="float32")  # half precision alone moves KL by as much as 8-bit weights do
     streamed = [StreamedModel(folder, exact.place(folder.config)) for folder in folders]
     announce_build(call, streamed[0].placement)
@@ -208,6 +210,8 @@ def compare(
         "verdict": comparison_verdict(result),
     }
     _show(call, sources[0].name, sources[1].name, result, answer)
+    if disturbance:
+        call.out.note(f"({disturbance}; the speed may be wrong, the verdict does not depend on it)")
     call.out.detail(f"measured on {pluralize(len(conversations), 'prompt')}, {streamed[0].placement.dtype_name}")
     if plot is not None:  # after the result, which a full disk must not take away
         _plot(plot, sources[0].name, sources[1].name, result)

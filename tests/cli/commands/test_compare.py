@@ -49,6 +49,15 @@ def test_a_draft_is_another_model_and_a_copy_is_the_same(mycli: Mycli, tmp_path:
     assert (same["changed_replies"], same["verdict"]) == (0, "no difference that matters")
 
 
+def test_a_speed_measured_on_a_busy_machine_is_marked(mycli: Mycli, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}')
+    compare = ("compare", "pico", "pico", "--prompts", str(tmp_path / "p.jsonl"), "-n", "2", *CPU)
+    for sentence in ("busy machine: other programs", ""):
+        with mock.patch("mycli.cli.commands.compare.CpuContention.note", return_value=sentence):
+            done = mycli(*compare)
+        assert ("(busy machine: other programs; the speed may be wrong" in done.stderr) == bool(sentence)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
