@@ -200,6 +200,18 @@ class SamplingFlags:
         float | None,
         options.option("--repetition-penalty", "X", "Values above 1 discourage repetition.", show_default=_DEFAULT),
     ] = None
+    presence_penalty: Annotated[
+        float | None,
+        options.option(
+            "--presence-penalty", "X", "Subtract X from the logit of each token in the reply.", show_default="0"
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        options.option(
+            "--frequency-penalty", "X", "Subtract X once for each time the token occurs.", show_default="0"
+        ),
+    ] = None
     seed: Annotated[int | None, options.option("--seed", "N", "Makes sampling repeatable.", show_default="random")] = (
         None
     )
@@ -224,8 +236,9 @@ class SamplingFlags:
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return these settings; those not given come from the model, then greedy. Raises UsageError."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        names = ("temperature", "top_k", "top_p", "min_p", "seed")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        values: dict[str, Any] = {name: getattr(self, name) for name in (*names, *penalties)}
         if self.logit_bias:
             values["logit_bias"] = options.parse_biases(self.logit_bias)
         return recommended(defaults).with_overrides(values)
