@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.format import error_fields, json_line
-from mycli.cli.text.input import read_typed_line
+from mycli.cli.text.input import decode, read_typed_line
 from mycli.cli.text.layout import WordWrap, column_widths, fitting, pad, table_lines, table_width, width, wrap_lines
 from mycli.cli.text.progress import LINE_SECONDS, Lines, LiveMarkdown, Progress, progress_bar, show_reading
 from mycli.runtime.errors import Declined, ResourceError, UsageError, UserError
@@ -276,13 +276,16 @@ class Output:
 
         Raises EOFError at the end, KeyboardInterrupt for Ctrl-C, UsageError for input that is not UTF-8.
         """
+        if not self.interactive:
+            # As bytes: a text stream decodes lines ahead, and in the C locale it lets bytes that are not UTF-8 pass.
+            line = sys.stdin.buffer.readline()
+            if not line:
+                raise EOFError
+            return decode(line, "a line of standard input").rstrip("\r\n")
         try:
-            line = read_typed_line(prompt) + "\n" if self.interactive else sys.stdin.readline()
+            return read_typed_line(prompt)
         except UnicodeDecodeError as error:
-            raise UsageError(f"standard input: not UTF-8 at byte {error.start}", "convert it to UTF-8") from None
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
+            raise UsageError(f"the line: not UTF-8 at byte {error.start}", "type it again") from None
 
     def ask(self, question: str) -> bool:
         """Ask a yes-or-no question; anything but yes is no, and so is a missing terminal."""

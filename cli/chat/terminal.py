@@ -12,7 +12,10 @@ _ASCII = {"ANSI_X3.4-1968", "US-ASCII"}  # names of the C locale's encoding
 
 
 def read_message(call: Call) -> str:
-    """Read a line, pasted text, or the text between two lines of three quotes. Raises EOFError at the end."""
+    """Read a line, pasted text, or the text between two lines of three quotes.
+
+    Raises EOFError at the end, UsageError for a line that is not UTF-8.
+    """
     line = call.out.read_line(">>> ")
     if not line.lstrip().startswith(FENCE):
         return line
@@ -99,6 +102,11 @@ def converse(commands: SlashCommands) -> ExitCode:
                 raise
             warned = True
             call.out.note("\n(press Ctrl-C again or Ctrl-D to leave)")
+            continue
+        except UserError as error:  # bytes that are not UTF-8: in a pipe they end the chat
+            if not call.out.interactive:
+                raise
+            call.out.error(error)
             continue
         warned = False
         if not message.strip():

@@ -36,6 +36,8 @@ def prepare_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # in the C locale Python would read bad bytes as half surrogate pairs
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names that are not UTF-8 are written as their bytes; characters the encoding lacks as escapes.
         unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"

@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.support.command_line import Mycli
+from tests.support.command_line import COMMAND, Mycli
 from tests.support.grids import chosen
 from tests.support.paths import PICO, ROOT
 
@@ -37,6 +39,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
             env={**environment, "TERM": "xterm", **extra},
             dimensions=(24, columns),
             encoding="utf-8",
+            codec_errors="replace",
             timeout=240,
         )
         child.logfile_read = log
@@ -61,6 +64,17 @@ def leave(child: "pexpect.spawn[str]") -> int | None:
     child.expect(pexpect.EOF)
     child.wait()
     return child.exitstatus if child.exitstatus is not None else -(child.signalstatus or 0)
+
+
+def test_a_typed_line_that_is_not_utf8_does_not_end_the_chat(terminal: Terminal) -> None:
+    """Python reads the C locale's input with half surrogate pairs for such bytes, UTF-8 locales' strictly."""
+    for locale in ("C", "C.UTF-8"):
+        chat = terminal("-q", LC_ALL=locale)
+        chat.logfile_read = screen = io.StringIO()
+        os.write(chat.child_fd, b"Hi \xff\n")
+        chat.expect_exact(PROMPT)
+        assert "not UTF-8 at byte 3" in screen.getvalue()
+        assert "Leo!" in say(chat, "My name is Leo.")
 
 
 def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None:
@@ -369,6 +383,22 @@ def test_a_pipe_is_a_conversation_of_lines(mycli: Mycli) -> None:
     done = mycli("chat", "pico", "-t", "0", "-q", "--device", "cpu", input="My name is Leo.\n\nWhat is my name?\n")
     assert done.stdout == "Nice to meet you, Leo!\nYour name is Leo.\n"
     assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_piped_line_that_is_not_utf8_is_named_after_the_lines_before_it(
+    locale: str, environment: dict[str, str]
+) -> None:
+    typed = b"My name is Leo.\r\nHi \xff\nHello!\n"
+    done = subprocess.run(
+        [*COMMAND, "chat", "pico", "-t", "0", "-q", "--device", "cpu"],
+        input=typed,
+        env={**environment, "LC_ALL": locale},
+        capture_output=True,
+        timeout=240,
+    )
+    assert (done.stdout, done.returncode) == (b"Nice to meet you, Leo!\n", 2)
+    assert b"a line of standard input: not UTF-8 at byte 3" in done.stderr
 
 
 def test_a_model_without_a_template_is_refused_with_what_to_do(mycli: Mycli, tmp_path: Path) -> None:
