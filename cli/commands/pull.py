@@ -91,6 +91,7 @@ def pull(
 
     With --bits, --method or another option of quantization the model is quantized while it is downloaded: its layers
     come one by one, and only the quantized model is stored, with the bytes that pull and then quantize would give.
+    Without such an option nothing is quantized; their defaults apply as soon as one is given.
     """
     if flags != RecipeFlags():
         if dry_run or force or call.offline:
