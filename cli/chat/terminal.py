@@ -84,8 +84,18 @@ def _remember(line: str) -> None:
             readline.add_history(line)
 
 
+def _is_typing(call: Call) -> bool:
+    # After Ctrl-C readline still has the text of the line.
+    if not call.out.interactive:
+        return False
+    import readline
+
+    return bool(readline.get_line_buffer())
+
+
 def converse(commands: SlashCommands) -> ExitCode:
-    """Answer messages until the end. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt.
+    """Answer messages until the end. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt;
+    with text it drops the line.
 
     Returns the code of the first error in a pipe; on a terminal, where the user saw the errors, always success.
     """
@@ -98,6 +108,10 @@ def converse(commands: SlashCommands) -> ExitCode:
                 call.out.result("")
             break
         except KeyboardInterrupt:
+            if _is_typing(call):
+                warned = False
+                call.out.note("")  # the next prompt is on a line of its own
+                continue
             if warned:
                 raise
             warned = True

@@ -208,9 +208,7 @@ class SamplingFlags:
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        options.option(
-            "--frequency-penalty", "X", "Subtract X once for each time the token occurs.", show_default="0"
-        ),
+        options.option("--frequency-penalty", "X", "Subtract X once for each time the token occurs.", show_default="0"),
     ] = None
     seed: Annotated[int | None, options.option("--seed", "N", "Makes sampling repeatable.", show_default="random")] = (
         None

@@ -66,6 +66,22 @@ def leave(child: "pexpect.spawn[str]") -> int | None:
     return child.exitstatus if child.exitstatus is not None else -(child.signalstatus or 0)
 
 
+def test_ctrl_c_drops_a_typed_line_and_leaves_at_an_empty_one(terminal: Terminal) -> None:
+    chat = terminal()
+    for _ in range(2):  # a second dropped line does not end the conversation
+        chat.send("My nam")
+        chat.expect_exact("My nam")
+        chat.sendintr()
+        chat.expect_exact(PROMPT)
+        assert "Ctrl-C" not in chat.before
+    assert "Leo!" in say(chat, "My name is Leo.")
+    chat.sendintr()
+    chat.expect_exact("(press Ctrl-C again")
+    chat.expect_exact(PROMPT)
+    chat.sendintr()
+    assert leave(chat) == 130
+
+
 def test_a_typed_line_that_is_not_utf8_does_not_end_the_chat(terminal: Terminal) -> None:
     """Python reads the C locale's input with half surrogate pairs for such bytes, UTF-8 locales' strictly."""
     for locale in ("C", "C.UTF-8"):
