@@ -12,10 +12,7 @@ _ASCII = {"ANSI_X3.4-1968", "US-ASCII"}  # names of the C locale's encoding
 
 
 def read_message(call: Call) -> str:
-    """Read a line, pasted text, or the text between two lines of three quotes.
-
-    Raises EOFError at the end, UsageError for a line that is not UTF-8.
-    """
+    """Read a line, pasted text, or the text between two lines of three quotes. Raises EOFError at the end."""
     line = call.out.read_line(">>> ")
     if not line.lstrip().startswith(FENCE):
         return line
@@ -94,8 +91,7 @@ def _is_typing(call: Call) -> bool:
 
 
 def converse(commands: SlashCommands) -> ExitCode:
-    """Answer messages until the end. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt;
-    with text it drops the line.
+    """Answer messages until the end. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt.
 
     Returns the code of the first error in a pipe; on a terminal, where the user saw the errors, always success.
     """

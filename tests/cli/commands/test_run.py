@@ -140,7 +140,7 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
         (("Hi", "--out", "x"), "--batch"),
         (("Hi", "--batch", "-"), "omit PROMPT"),
         (("Hi", "-n", "4k"), "do not fit the context"),  # F2: an explicit number is not lowered
-        (("Hi", "-n", "-1"), "not a count"),  # F4
+        (("Hi", "-n", "-2"), "not a count"),  # F4
         (("Hi", "-n", "1000000000000000000"), "is too large"),  # F4
         (("Hi", "-t", "nan"), "temperature"),  # F6
         (("Hi", "-t", "1e9"), "temperature"),  # F6
