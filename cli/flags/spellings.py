@@ -60,7 +60,7 @@ FOREIGN_OPTIONS = {
     "--gpu-memory-utilization": "--ctx N: the length of the context decides the memory of the KV cache",
     "--hf-path": _MODEL,
     "--hf-repo": _MODEL,
-    "--imatrix": "omit it: the importance is measured on the texts of --calib FILE",
+    "--imatrix": "mycli quantize MODEL --calib FILE; the importance is measured on its text",
     "--include": "omit it and name the file: mycli pull org/name:file.gguf",
     "--interactive": "mycli chat MODEL",
     "--jinja": "omit it: the chat template of the model is always used",

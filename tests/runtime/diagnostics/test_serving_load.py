@@ -12,7 +12,7 @@ import pytest
 from mycli.runtime.diagnostics import completion_client
 from mycli.runtime.diagnostics.completion_client import CompletionServer, Reply
 from mycli.runtime.diagnostics.serving_load import Load, Texts, run_load, tokens_per_word
-from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from tests.support.completion_server import Stream, event, scripted, talkative
 
 
@@ -109,7 +109,7 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    with pytest.raises(ModelError, match="refused"):
+    with pytest.raises(NotFoundError, match="refused"):
         CompletionServer(f"http://127.0.0.1:{port}")
 
 
