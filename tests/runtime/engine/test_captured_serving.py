@@ -98,7 +98,12 @@ def test_replies_of_a_busy_server_are_the_plain_ones(case: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), [("qwen3_5-delta", "oracle"), ("kimi_linear-8top3", "oracle"), ("falcon_h1-multipliers", "draft")]
+    ("case", "kind"),
+    [
+        ("qwen3_5-delta", "draft"),
+        ("kimi_linear-8top3", "oracle"),
+        pytest.param("falcon_h1-multipliers", "draft", marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_of_a_busy_server_are_captured(case: str, kind: str, tmp_path: Path) -> None:
     need_native_code()
