@@ -168,10 +168,15 @@ def _verify_hashes(call: Call, model: str, drop: bool) -> None:
     answer = {"model": model, "folder": str(source.folder), "ok": not bad, "files": records, "dropped": dropped}
     call.out.show(answer, _COLUMNS, rows="files")
     if bad:
-        again = "quantize it again" if source.repo is None else f"mycli pull {model}"
-        if blob_digest(source.folder) is not None:
-            again = f"ollama pull {model}"
-        if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):
-            again = f"mycli verify {model} --drop && {again}"
         count = f"{len(bad)} of {pluralize(len(checked), 'file')}"
-        raise GateError(f"{model}: {count} damaged or missing, the first is {bad[0]}", again)
+        damaged = not dropped and any(file.state == "damaged" for file in checked)
+        raise GateError(f"{model}: {count} damaged or missing, the first is {bad[0]}", _again(source, model, damaged))
+
+
+def _again(source: Source, model: str, damaged: bool) -> str:
+    """Return how to get the files again; damaged: some must be dropped before."""
+    if blob_digest(source.folder) is not None:
+        return f"ollama pull {model}"
+    if source.repo is None:
+        return "quantize it again"
+    return f"mycli verify {model} --drop && mycli pull {model}" if damaged else f"mycli pull {model}"

@@ -10,7 +10,7 @@ tables are copied into its buffers before each replay, so sequences may come, go
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -46,7 +46,14 @@ if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every
 
 _CHECKED_ROWS = 8  # the comparison at load covers passes of up to 8 rows; wider ones use other tiles
 _Shape = tuple[int, int, bool]  # padded number of sequences, new tokens of each, whether some are padding
-_Kind = tuple[_Shape, bool, bool]  # whether only last logits are computed, whether states wait for accepted drafts
+
+
+class _Kind(NamedTuple):
+    """last: only last logits are computed; waits: recurrent states wait for the number of accepted drafts."""
+
+    shape: _Shape
+    last: bool
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ class CudaPass:
         graphs = self._graphs.get(work.cache)
         if graphs is None or graphs.rope is not work.rope:
             graphs = self._graphs[work.cache] = _CacheGraphs(work.rope)
-        key = shape, _last_only(work), _states_wait(work)
+        key = _Kind(shape, _last_only(work), _states_wait(work))
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
         launched = self._capture is None or key not in graphs.by_shape
         try:

@@ -239,7 +239,7 @@ def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets
 
 
 def test_a_gpu_holds_queries_keys_and_values_of_two_packings_in_one() -> None:
-    """Of Q4_K_M: values in Q6_K next to Q4_K, each in bytes with a scale and an offset per 16."""
+    """Values in Q6_K and queries and keys in Q4_K (Q4_K_M) are one product of 8 bits in groups of 16."""
     four = plan("Llama-3.1-8B", Packing(4, 32, offsets=True, scale_dtype="float32"), gpu=True)
     six = {f"model.layers.{layer}.self_attn.v_proj": Packing(6, 16, scale_dtype="float32") for layer in range(3)}
     mixed = replace(four, packings={**four.packings, **six})

@@ -72,7 +72,7 @@ def test_not_tame(values: dict[str, Any]) -> None:
 
 def test_interrupt_passes_through() -> None:  # C2
     class Stopped(BaseException):
-        """What the handler of a signal may raise."""
+        """The exception that a signal handler raises."""
 
     for kind in (KeyboardInterrupt, SystemExit, Stopped):
 

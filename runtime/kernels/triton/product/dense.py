@@ -54,11 +54,6 @@ class DenseProduct(FewRowsProduct):
         values = torch.empty((rows, self.k), dtype=dtype, device=self.weight.device)
         return self._operand(values, tile or self.tile(rows), 2 if dtype is torch.float16 else 0)
 
-    def _operand(self, values: Tensor, shape: Tile, sums: int) -> Activation:
-        padded = -(-len(values) // shape.block_m) * shape.block_m
-        stored = torch.empty((self.k_stored // self.tile_k, padded, sums), dtype=torch.float32, device=values.device)
-        return Activation(values, stored, shape)
-
     def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
         """Return x [rows, k] itself as an operand for `multiply`."""
         check_contiguous(x)

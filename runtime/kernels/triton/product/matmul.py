@@ -209,6 +209,12 @@ class FewRowsProduct(ABC):
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
         """Return an empty operand for `rows` rows, of `tile` or the one chosen for that number."""
 
+    def _operand(self, values: Tensor, shape: Tile, sums: int) -> Activation:
+        """Return an operand of `values` with room for `sums` numbers of each row and tile of K."""
+        padded = -(-len(values) // shape.block_m) * shape.block_m
+        stored = torch.empty((self.k_stored // self.tile_k, padded, sums), dtype=torch.float32, device=values.device)
+        return Activation(values, stored, shape)
+
     @abstractmethod
     def _launch(
         self,
@@ -302,11 +308,8 @@ class TritonMatmul(FewRowsProduct):
         return triton_tiles.tile(self.chip, self.packing, rows)
 
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
-        shape = tile or self.tile(rows)
-        rows_padded = -(-rows // shape.block_m) * shape.block_m
-        device, tiles = self.codes.device, self.k_stored // self.tile_k
-        values = torch.empty((rows, self.k_stored), dtype=torch.float16, device=device)
-        return Activation(values, torch.empty((tiles, rows_padded, 2), dtype=torch.float32, device=device), shape)
+        values = torch.empty((rows, self.k_stored), dtype=torch.float16, device=self.codes.device)
+        return self._operand(values, tile or self.tile(rows), 2)
 
     def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
         """Return x [rows, K] as an operand for `multiply`."""
