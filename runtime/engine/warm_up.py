@@ -17,6 +17,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_BUCKETS, TOKEN_BUCKETS, decode_shapes
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.params import SamplingParams
@@ -52,9 +53,11 @@ def warm_up_passes(
         raise RuntimeError("a warm-up writes to cache blocks that requests use")
     if not compiles(engine.runner):
         return 0
-    decodes, prompts = list(_decodes(engine)), list(_prompts(engine))
+    decodes, prompts, hook = list(_decodes(engine)), list(_prompts(engine)), _hook(engine)
     settings = [_device_sampling(engine, params) for params in sampling]
-    runs: list[Callable[[], object]] = [partial(engine.runner.run, work, engine.cache) for work in (*decodes, *prompts)]
+    runs: list[Callable[[], object]] = [
+        partial(engine.runner.run, work, engine.cache, hook) for work in (*decodes, *prompts)
+    ]
     runs += [partial(_tokens, engine, work, row) for work in decodes for row in settings if row is not None]
     _compile(engine, [*decodes, *prompts], any(params.logit_bias for params in sampling))
     for done, run in enumerate(runs):
@@ -68,9 +71,7 @@ def warm_up_passes(
 
 def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
     running = min(engine.scheduler.limits.running, MOST_ROWS)
-    # No captured pass returns the hidden states that an MTP head reads.
-    drafted = engine.speculator is not None and engine.speculator.hidden_state_hook(()) is None
-    for padded, new in decode_shapes(running, drafted):
+    for padded, new in decode_shapes(running, drafted=engine.speculator is not None):
         if new <= engine.context:
             yield [replace(_chunk(engine, new, new, slot), drafted=new - 1) for slot in range(min(padded, running))]
 
@@ -79,6 +80,12 @@ def _prompts(engine: Engine) -> Iterator[list[Chunk]]:
     longest = min(prefill_chunk(gpu=True), engine.context)
     for tokens in sorted({min(count, longest) for count in (*TOKEN_BUCKETS, *PROMPT_BUCKETS, longest)}):
         yield [_chunk(engine, tokens, 1)]
+
+
+def _hook(engine: Engine) -> HiddenStateHook | None:
+    """Return a hook that ignores hidden states where passes return those that an MTP head reads."""
+    read = engine.speculator is not None and engine.speculator.hidden_state_hook(()) is not None
+    return (lambda hidden: None) if read else None
 
 
 def _chunk(engine: Engine, tokens: int, logits: int, slot: int = 0) -> Chunk:
@@ -97,11 +104,11 @@ def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling |
 def _compile(engine: Engine, works: Sequence[list[Chunk]], biased: bool) -> None:
     """Launch each pass once, and sample once with all filters that a request may have, several in parallel."""
     # The compiler takes most of the time, and launches are in order.
-    runner, rope = engine.runner, engine.runner.rope(engine.context)
+    runner, rope, hook = engine.runner, engine.runner.rope(engine.context), _hook(engine)
     ways = [way for way in runner.passes.passes if isinstance(way, CudaPass)]
     launches: list[Callable[[], None]] = []
     for way in ways:
-        launches += [partial(way.launch, PassInput(work, engine.cache, rope)) for work in works]
+        launches += [partial(way.launch, PassInput(work, engine.cache, rope, hook)) for work in works]
         if way.loop is not None:
             from mycli.runtime.engine.passes.device_loop import ALL_FILTERS
 

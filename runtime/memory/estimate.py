@@ -168,7 +168,9 @@ def captured_bytes(plan: MemoryPlan) -> int:
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
     logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)
-    graphs = graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest)
+    read = plan.draft is not None and plan.draft.config.is_mtp
+    hidden = plan.config.hidden_size * plan.value_bytes if read else 0
+    graphs = graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest, hidden)
     if not drafted:
         return graphs
     # Recurrent states advance by accepted tokens only: until their number is known, the rows of all are kept.

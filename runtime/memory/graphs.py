@@ -58,16 +58,21 @@ def draft_rows(sequences: int) -> int:
     return min((padded_sequences(sequences) or MOST_ROWS) * longest, MOST_ROWS)
 
 
-def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int) -> int:
+def graph_bytes(
+    rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int, hidden: int = 0
+) -> int:
     """Return the bytes of graphs with these `rows`, of those of prompts, and of their pools.
 
-    logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums;
-    prompt_rows: of the longest captured prompt, which unpacks weights where the plain pass does.
+    logits, activations, hidden: bytes per row, the last of hidden states that an MTP head reads; weights: bytes per
+    launch, of which the largest has the largest partial sums; prompt_rows: of the longest captured prompt, which
+    unpacks weights where the plain pass does.
     """
-    # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
+    # Each graph has its results. In the pool, as large as the widest pass needs, are activations, partial sums and
     # the logits of passes that also sample. Prompts have the logits of one row.
-    graphs = list(rows)
+    graphs, prompts = list(rows), sum(TOKEN_BUCKETS)
     pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
     if prompt_rows > MOST_ROWS:  # in a pool of their own
         pool += prompt_rows * activations + len(PROMPT_BUCKETS) * logits
-    return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + min(max(weights, default=0), PARTIAL_SUMS)
+        prompts += sum(PROMPT_BUCKETS)
+    results = (sum(graphs) + len(TOKEN_BUCKETS)) * logits + (sum(graphs) + prompts) * hidden
+    return results + pool + min(max(weights, default=0), PARTIAL_SUMS)

@@ -22,7 +22,7 @@ class MemoryPlan:
     dtype: Dtype | None = None  # of activations and dense weights; None: as in config.json
     gpu: bool = False
     draft: "MemoryPlan | None" = None
-    drafts_without_model: bool = False  # n-grams or an MTP head draft tokens
+    drafts_without_model: bool = False  # n-grams draft tokens
     kv: KvDtype = "auto"
     prompt_copy: PromptCopy = "none"  # how packed weights of the blocks are also stored
     running: int | None = None  # sequences that share the cache; None: `batch`

@@ -15,7 +15,7 @@ from mycli.runtime.engine.passes.graphs import Capture, Step, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
 from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.graphs import UncomparedPass
 from tests.support.prefix_model import CONFIG, CPU
@@ -37,6 +37,13 @@ class Sums:
         found = inputs.tokens * 100 + inputs.lengths[:, None]
         found = found[:, -1:] if last else found
         return found[..., None].expand(-1, -1, 3).half()
+
+
+def ones(inputs: StepInput) -> Tensor:
+    """Return logits of ones for every row, and give `inputs` hidden states of ones."""
+    if inputs.hidden is not None:
+        inputs.hidden.rows = torch.ones(*inputs.tokens.shape, 2)
+    return torch.ones(*inputs.tokens.shape, 3).half()
 
 
 def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[KVCache, Rope]:
@@ -65,16 +72,17 @@ def fused_pass(
 
 
 def run(fused: CudaPass, batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
-    """Return logits [sequences, 1 or new, vocab] of a pass; None if it is declined or fails."""
+    """Return logits [rows, vocab] of a pass; None if it is declined or fails."""
     work = PassInput(batch.chunks, cache, rope)
-    return None if fused.takes(work) else fused._run_step(work)
+    result = None if fused.takes(work) else fused._run_step(work)
+    return None if result is None else result.logits
 
 
 class Plain(Transformer):
     """Returns the logits of `head` for an input of ones."""
 
-    def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: object = None) -> Tensor:
-        return self._logits(torch.ones(batch.rows, 2), batch, None)
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
+        return self._logits(torch.ones(batch.rows, 2), batch, hook)
 
 
 def model(head: Callable[[Tensor], Tensor], head_dim: int = CONFIG.head_dim) -> Plain:

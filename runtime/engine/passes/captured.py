@@ -96,9 +96,11 @@ class CapturedStep:
         x, context = self._enter(inputs, rope, cache)
         for block in model.layers():
             x = block(x, context)
-        x = model.leave(x).view(*inputs.tokens.shape, -1)
+        x = model.norm(model.leave(x)).view(*inputs.tokens.shape, -1)
+        if inputs.hidden is not None:
+            inputs.hidden.rows = x
         x = inputs.last_rows(x) if last else x
-        logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
+        logits: Tensor = finish_logits(model.head(x.flatten(0, 1)), model.config)
         return logits.view(*x.shape[:2], -1)
 
     def run_layer(

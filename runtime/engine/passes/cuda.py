@@ -7,7 +7,7 @@ padded number of sequences and tokens; it is captured the second time that such 
 tables are copied into its buffers before each replay, so sequences may come, go and lie anywhere in the cache.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,14 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
 from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_capture
 from mycli.runtime.engine.passes.device_sequences import advance_by_drafts
-from mycli.runtime.engine.passes.gate import TOLERANCE, compare_logits, difference, layer_difference, tolerance
+from mycli.runtime.engine.passes.gate import (
+    TOLERANCE,
+    compare_hidden,
+    compare_logits,
+    difference,
+    layer_difference,
+    tolerance,
+)
 from mycli.runtime.engine.passes.graphs import (
     Capture,
     GraphCapture,
@@ -49,11 +56,22 @@ _Shape = tuple[int, int, bool]  # padded number of sequences, new tokens of each
 
 
 class _Kind(NamedTuple):
-    """last: only last logits are computed; waits: recurrent states wait for the number of accepted drafts."""
+    """last: only last logits are computed; waits: recurrent states wait for the number of accepted drafts.
+
+    hidden: hidden states are received.
+    """
 
     shape: _Shape
     last: bool
     waits: bool
+    hidden: bool
+
+
+class _Result(NamedTuple):
+    """Logits [rows, vocab] of the rows asked for, and hidden states [tokens, hidden], valid until the next pass."""
+
+    logits: Tensor
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -113,8 +131,6 @@ class CudaPass:
     def takes(self, work: PassInput) -> Declined | None:
         if self._failed is not None:
             return self._failed
-        if work.hook is not None:
-            return Declined("hidden-states")
         shape = _shape(work)
         if shape is None or not self.step.takes(*shape[:2]):
             longest = max([chunk.count for chunk in work.chunks])
@@ -141,10 +157,13 @@ class CudaPass:
 
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
-        logits = self._run_step(work)
-        if logits is None:
+        result = self._run_step(work)
+        if result is None:
             return self._plain.logits(work)
-        return _without_padding(logits, work).to(torch.float32, copy=True)
+        if work.hook is not None:
+            assert result.hidden is not None
+            work.hook(result.hidden.clone())
+        return result.logits.to(torch.float32, copy=True)
 
     @torch.inference_mode()
     def launch(self, work: PassInput) -> None:
@@ -160,14 +179,14 @@ class CudaPass:
         assert self.loop is not None
         return self.loop.tokens(work)
 
-    def _run_step(self, work: PassInput) -> Tensor | None:
-        """Return logits [sequences, 1 or new, vocab], valid until the next call; None if they are up to `plain`."""
+    def _run_step(self, work: PassInput) -> _Result | None:
+        """Return the result of the step; None if it is up to `plain`."""
         shape = _shape(work)
         assert shape is not None
         graphs = self._graphs.get(work.cache)
         if graphs is None or graphs.rope is not work.rope:
             graphs = self._graphs[work.cache] = _CacheGraphs(work.rope)
-        key = _Kind(shape, _last_only(work), _states_wait(work))
+        key = _Kind(shape, _last_only(work), _states_wait(work), work.hook is not None)
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
         launched = self._capture is None or key not in graphs.by_shape
         try:
@@ -176,51 +195,55 @@ class CudaPass:
             captured = graphs.by_shape.pop(key) or self._captured(work, graphs, key)
             graphs.by_shape[key] = captured  # the most recently used
             captured.inputs.fill(work.chunks)
-            logits = captured.replay()[: len(work.chunks)]
+            logits = captured.replay()
             if captured.commit is not None:
                 _defer(work, captured.inputs, captured.commit)
-            return logits
+            return _result(logits, captured.inputs, work)
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = Declined("kernels-failed", {"error": summarize_error(error)})
             self._give_up(declined, shape if launched else None)
             return None
 
-    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> Tensor | None:
-        shape, last, waits = key
+    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> _Result | None:
+        shape, last, waits, _ = key
         expected = None
         if not self.trusts(shape):
             expected = self._expected(work)  # first: the cache must end up with what replays write
         inputs = _inputs(work, shape)
         # Where it fails or differs, states must be as before: `plain` continues from them.
-        logits = self.step(inputs.resting(), graphs.rope, work.cache, last)[: len(work.chunks)]
+        result = _result(self.step(inputs.resting(), graphs.rope, work.cache, last), inputs, work)
         if waits:
             advance_by_drafts(inputs, work.cache.states)  # by none: compiles what a capture of it will launch
         declined = None
         if expected is not None:
-            declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
+            declined = compare_logits(result.logits, expected.logits, self._tolerance)
+            if result.hidden is not None and expected.hidden is not None:
+                declined = declined or compare_hidden(result.hidden, expected.hidden, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
             return None
         if inputs.states is not None:
-            logits = self.step(inputs, graphs.rope, work.cache, last)[: len(work.chunks)]
+            result = _result(self.step(inputs, graphs.rope, work.cache, last), inputs, work)
         if waits:
             _defer(work, inputs, partial(advance_by_drafts, inputs, work.cache.states))
         self._compared.add(shape)
         graphs.by_shape[key] = None
-        return logits
+        return result
 
-    def _expected(self, work: PassInput) -> Tensor:
-        """Return the logits of `plain`; states stay as they are."""
+    def _expected(self, work: PassInput) -> _Result:
+        """Return the result of `plain`; states stay as they are."""
+        hidden = list[Tensor]()
+        work = replace(work, hook=None if work.hook is None else hidden.append)
         if work.cache.states.recurrent:
             work = replace(work, chunks=[replace(chunk, drafted=chunk.count) for chunk in work.chunks])
-        return self._plain.logits(work)
+        return _Result(self._plain.logits(work), hidden[0] if hidden else None)
 
     def _captured(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> _Captured:
         assert self._capture is not None
         captured = [other for other, graph in graphs.by_shape.items() if graph is not None]
         if len(captured) >= MOST_GRAPHS:
             graphs.by_shape[captured[0]] = None
-        shape, last, waits = key
+        shape, last, waits, _ = key
         inputs = _inputs(work, shape)
         weak, rope = ref(work.cache), graphs.rope  # graphs are kept by cache, which they must not keep
 
@@ -283,19 +306,29 @@ def _defer(work: PassInput, inputs: StepInput, launch: Launches) -> None:
     work.cache.states.defer_pass(places, commit)
 
 
-def _without_padding(logits: Tensor, work: PassInput) -> Tensor:
-    """Return the rows [rows, vocab] of logits [sequences, 1 or new, vocab] that are not padding."""
-    flat, new = logits.flatten(0, 1), logits.shape[1]
-    if _last_only(work) or all([chunk.count == new for chunk in work.chunks]):
+def _result(logits: Tensor, inputs: StepInput, work: PassInput) -> _Result:
+    """Return the rows of a step that are not padding."""
+    hidden = None if inputs.hidden is None else inputs.hidden.rows
+    return _Result(
+        _without_padding(logits, [chunk.logits for chunk in work.chunks]),
+        None if hidden is None else _without_padding(hidden, [chunk.count for chunk in work.chunks]),
+    )
+
+
+def _without_padding(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return [rows, size], the first `counts` rows of each sequence of x [sequences, new, size]."""
+    new, flat = x.shape[1], x[: len(counts)].flatten(0, 1)
+    if all([count == new for count in counts]):
         return flat
-    rows = [place * new + row for place, chunk in enumerate(work.chunks) for row in range(chunk.count)]
+    rows = [place * new + row for place, count in enumerate(counts) for row in range(count)]
     return flat.index_select(0, torch.tensor(rows).to(flat.device, non_blocking=True))
 
 
 def _inputs(work: PassInput, shape: _Shape) -> StepInput:
     sequences, new, padded = shape
     width, recurrent = block_table_width(work), work.cache.states.recurrent
-    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent, _states_wait(work))
+    waits, hidden = _states_wait(work), work.hook is not None
+    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent, waits, hidden)
     inputs.fill(work.chunks)
     return inputs
 

@@ -247,7 +247,10 @@ class FusedStep:
         for index in range(len(self._layers)):
             assert x is not None  # None only before a head that is not packed, after the last layer
             x = self._run(index, x, stream, inputs, rotations, cache)
-        logits = self._logits(x, stream.view(sequences, new, -1), inputs, last)
+        stream = stream.view(sequences, new, -1)
+        if inputs.hidden is not None:
+            inputs.hidden.rows = self._model.norm(stream)
+        logits = self._logits(x, stream, inputs, last)
         scaled = config.logit_scale != 1.0 or config.logit_softcap is not None
         return finish_logits(logits, config) if scaled else logits
 

@@ -18,7 +18,7 @@ from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer, pass_context
+from mycli.runtime.layers.transformer import HiddenStateHook, Transformer, pass_context
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
@@ -62,6 +62,11 @@ def compare_logits(logits: Tensor, expected: Tensor, most: float) -> Declined | 
     return None if error < most else Declined("logits-differ", {"percent": f"{error:.1%}"})
 
 
+def compare_hidden(rows: Tensor, expected: Tensor, most: float) -> Declined | None:
+    error = _difference(rows, expected)
+    return None if error < most else Declined("hidden-states-differ", {"percent": f"{error:.1%}"})
+
+
 class _Compared:
     """A sequence of some hundred tokens in a cache of its own, whose next tokens are compared.
 
@@ -90,16 +95,17 @@ class _Compared:
     def chunk(self, count: int) -> Chunk:
         return Chunk(self._tokens[self._prefix : self._prefix + count], self._prefix, self._blocks, count)
 
-    def plain(self, chunk: Chunk) -> Tensor:
+    def plain(self, chunk: Chunk, hook: HiddenStateHook | None = None) -> Tensor:
         if chunk.start:
             self.rewind()
         batch = Batch.of([chunk], self.cache.block_size, self._model.device)
-        logits: Tensor = self._model(batch, self._rope, self.cache)
+        logits: Tensor = self._model(batch, self._rope, self.cache, hook)
         return logits
 
     def inputs(self, chunk: Chunk) -> StepInput:
         shape, recurrent = (self.sequences, chunk.count, len(self._blocks)), self.cache.states.recurrent
-        inputs = StepInput.zeros(*shape, self._model.device, recurrent=recurrent, drafted=chunk.drafted > 0)
+        drafted = chunk.drafted > 0
+        inputs = StepInput.zeros(*shape, self._model.device, recurrent=recurrent, drafted=drafted, hidden=True)
         inputs.fill([chunk])
         return inputs
 
@@ -110,11 +116,13 @@ class _Compared:
         return _difference(rounded, self.plain(self.chunk(count)))
 
     def logits(self, step: Step, count: int, capture: Capture | None, most: float) -> Declined | None:
-        chunk = self.chunk(count)
-        expected, inputs = self.plain(chunk)[None], self.inputs(chunk)
+        chunk, hidden = self.chunk(count), list[Tensor]()
+        expected, inputs = self.plain(chunk, hidden.append)[None], self.inputs(chunk)
         self.rewind()
         logits = step(inputs, self._rope, self.cache, last=False)
+        assert inputs.hidden is not None and inputs.hidden.rows is not None
         declined = compare_logits(logits[:1], expected, most)
+        declined = declined or compare_hidden(inputs.hidden.rows[0], hidden[0], most)
         if declined is not None or capture is None:
             return declined
         logits = logits.clone()
@@ -254,7 +262,7 @@ def difference(
 ) -> Declined | None:
     """Compare `step` for each number of new tokens in `counts` with the plain pass; None if equal.
 
-    Compared are logits, and recurrent states after drafts of which some are accepted.
+    Compared are logits, hidden states, and recurrent states after drafts of which some are accepted.
 
     most: what they may differ by; None for `tolerance` of the model.
     """

@@ -32,6 +32,13 @@ class DraftRows:
     layers: list[tuple[int, Rows, Advance]] = field(default_factory=list)
 
 
+@dataclass
+class HiddenRows:
+    """The hidden states [sequences, new, hidden], received from a step and valid until the next one."""
+
+    rows: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class StepInput:
     """The input of a step, for a padded number of sequences with equally many new tokens, padding included.
@@ -40,7 +47,7 @@ class StepInput:
     block_table int32 [sequences, blocks]; counts int32 [sequences]: new tokens of each sequence that are not padding,
     which come first; None if there is no padding. states int64 [sequences]: slots of recurrent states, if there are
     any; advances int32 [sequences]: 0 where the step must not change the state, as with drafts, whose rows `drafts`
-    receives.
+    receives. hidden: receives the hidden states, if they are needed.
     """
 
     tokens: Tensor
@@ -50,6 +57,7 @@ class StepInput:
     states: Tensor | None = None
     advances: Tensor | None = None
     drafts: DraftRows | None = None
+    hidden: HiddenRows | None = None
 
     @classmethod
     def zeros(
@@ -61,10 +69,12 @@ class StepInput:
         padded: bool = False,
         recurrent: bool = False,
         drafted: bool = False,
+        hidden: bool = False,
     ) -> "StepInput":
         """Return an input without sequences.
 
-        padded: they may have fewer than `new` tokens; drafted: recurrent states advance by accepted tokens only.
+        padded: they may have fewer than `new` tokens; drafted: recurrent states advance by accepted tokens only;
+        hidden: hidden states are needed.
         """
         return cls(
             torch.zeros(sequences, new, dtype=torch.int64, device=device),
@@ -74,6 +84,7 @@ class StepInput:
             torch.zeros(sequences, dtype=torch.int64, device=device) if recurrent else None,
             torch.ones(sequences, dtype=torch.int32, device=device) if recurrent else None,
             DraftRows(torch.zeros(sequences, dtype=torch.int32, device=device)) if recurrent and drafted else None,
+            HiddenRows() if hidden else None,
         )
 
     def resting(self) -> "StepInput":

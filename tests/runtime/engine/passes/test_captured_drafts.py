@@ -24,7 +24,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
 from mycli.runtime.memory.graphs import MOST_ROWS
 from tests.support.families import CASES, make
 from tests.support.graphs import recording
@@ -39,6 +39,7 @@ FAMILIES = [
     "lfm2-untied-biases",
     "granitemoehybrid-8top3",
 ]
+WITH_MTP_HEADS = ("qwen3_5-delta", "qwen3_next-8top3")
 LENGTHS = (61, 5, 40)  # tokens of the prompts: blocks of 64 are crossed
 TABLES = ((5, 2), (4, 0), (1, 3))
 SLOTS = (2, 0, 3)
@@ -56,8 +57,13 @@ PASSES: list[tuple[tuple[int, int], ...]] = [
 ]
 
 
-def run(model: Transformer, ways: Sequence[Pass], passes: Sequence[tuple[tuple[int, int], ...]]) -> list[Tensor]:
-    """Return the logits of `passes`, and the states, keys and values after them."""
+def run(
+    model: Transformer,
+    ways: Sequence[Pass],
+    passes: Sequence[tuple[tuple[int, int], ...]],
+    hook: HiddenStateHook | None = None,
+) -> list[Tensor]:
+    """Return the logits of `passes`, and the states, keys and values after them; `hook` receives hidden states."""
     runner = ModelRunner(model, "auto", Passes(tuple(ways), {}))
     cache = KVCache(model.config, 6, KEY_BLOCK, model.device, torch.bfloat16, slots=4)
     runner.rope(2 * KEY_BLOCK)
@@ -72,7 +78,7 @@ def run(model: Transformer, ways: Sequence[Pass], passes: Sequence[tuple[tuple[i
             start = places[index]
             tokens = texts[index][start : start + 1 + drafts]
             chunks.append(Chunk(tokens, start, TABLES[index], 1 + drafts, SLOTS[index], drafts))
-        found.append(runner.run(chunks, cache).clone())
+        found.append(runner.run(chunks, cache, hook).clone())
         for index, (drafts, count) in reversed(list(enumerate(sequences))):
             if drafts:
                 cache.states.commit_drafts(SLOTS[index], count)
@@ -101,6 +107,17 @@ class Counting(PlainPass):
         return super().logits(work)
 
 
+class Replayed(CapturedStep):
+    """Overwrites the hidden states of the last pass with the same inputs, as a replay does."""
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        before = None if inputs.hidden is None else inputs.hidden.rows
+        logits = super().__call__(inputs, rope, cache, last)
+        if before is not None and inputs.hidden is not None and inputs.hidden.rows is not None:
+            inputs.hidden.rows = before.copy_(inputs.hidden.rows)
+        return logits
+
+
 @pytest.mark.parametrize("case", chosen(FAMILIES, FAMILIES))
 def test_states_advance_by_the_accepted_drafts(case: str, tmp_path: Path) -> None:
     need_native_code()
@@ -112,9 +129,17 @@ def test_states_advance_by_the_accepted_drafts(case: str, tmp_path: Path) -> Non
         return recording(work)
 
     plain = Counting(model)
-    way = CudaPass(CapturedStep(model), plain, capture, lambda declined: pytest.fail(declined.code), name="captured")
-    found, expected = run(model, (way, plain), PASSES), run(model, (PlainPass(model),), PASSES)
+    way = CudaPass(Replayed(model), plain, capture, lambda declined: pytest.fail(declined.code), name="captured")
+    hidden: tuple[list[Tensor], list[Tensor]] = ([], [])
+    hooks = [states.append if case in WITH_MTP_HEADS else None for states in hidden]
+    found, expected = (
+        run(model, ways, PASSES, hook) for ways, hook in zip(((way, plain), (PlainPass(model),)), hooks, strict=True)
+    )
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert len(hidden[0]) == len(hidden[1]) == (len(PASSES) if case in WITH_MTP_HEADS else 0), "once a pass"
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*hidden, strict=True)), (
+        "no pass overwrites those before"
+    )
     assert plain.passes == len(LENGTHS) + 3, "prompts without logits, and first passes of padded shapes"
     assert captures == 3 * 2, "1 x 4, 4 x 4 and 4 x 2 tokens, and how they advance the states"
 
@@ -158,6 +183,30 @@ def test_rows_of_drafts_are_not_held_by_their_graph(tmp_path: Path) -> None:
     way = Noting(step, PlainPass(model), capture, name="captured")
     run(model, (way, PlainPass(model)), [((3, 2),), ((3, 2),)])
     assert rows == [0]
+
+
+class Late(CapturedStep):
+    """Gives hidden states of the rows before."""
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        logits = super().__call__(inputs, rope, cache, last)
+        if inputs.hidden is not None and inputs.hidden.rows is not None:
+            inputs.hidden.rows = inputs.hidden.rows.roll(1, 1)
+        return logits
+
+
+def test_hidden_states_are_compared_before_use(tmp_path: Path) -> None:
+    """The comparison is at load, and for other shapes with their first pass; then the plain pass gives them, once."""
+    need_native_code()
+    model, hidden, reported = loaded("lfm2-tied", tmp_path), list[Tensor](), list[Declined]()
+    declined = difference(model, Late(model))
+    assert declined is not None and declined.code == "hidden-states-differ"
+    ways = CudaPass(Late(model), PlainPass(model), recording, reported.append), PlainPass(model)
+    passes = [((2, 1), (1, 1), (0, 1))]
+    run(model, ways, passes, hidden.append)
+    run(model, ways[1:], passes, hidden.append)
+    assert [declined.code for declined in reported] == ["hidden-states-differ"]
+    assert len(hidden) == 2 and hidden[0].equal(hidden[1])
 
 
 class Shifted(CapturedStep):

@@ -19,7 +19,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.experts import MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
-from tests.support.fused_pass import Sums, fused_pass, model, run, session, several
+from tests.support.fused_pass import Sums, fused_pass, model, ones, run, session, several
 from tests.support.graphs import recording
 from tests.support.prefix_model import CONFIG
 
@@ -31,7 +31,7 @@ def test_a_pass_that_differs_is_not_used() -> None:
         def __call__(self, *arguments: object, **options: object) -> Tensor:
             inputs = arguments[0]
             assert isinstance(inputs, StepInput)
-            return torch.ones(*inputs.tokens.shape, 3).half() * self.factor
+            return ones(inputs) * self.factor
 
         factor = 1.0
 
@@ -53,7 +53,7 @@ def test_experts_with_about_equal_scores_may_be_others() -> None:
 
     class Near(Sums):
         def __call__(self, inputs: StepInput, *_: object, **__: object) -> Tensor:
-            return torch.full((*inputs.tokens.shape, 3), self.factor)
+            return ones(inputs).float() * self.factor
 
         factor = 1.2
 
@@ -70,7 +70,7 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used() -> None:
 
     class Right(Sums):
         def __call__(self, inputs: StepInput, *_: object, **__: object) -> Tensor:
-            return torch.ones(*inputs.tokens.shape, 3).half()
+            return ones(inputs)
 
     def refused(work: Launches) -> Launches:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -92,7 +92,7 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have() -> None:
     class Right(Sums):
         def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
             seen.append(cache.all(0)[0].data.dtype)
-            return torch.ones(*inputs.tokens.shape, 3).half()
+            return ones(inputs)
 
     kinds: tuple[KvDtype, ...] = ("auto", "int8", "int4")
     for kv in kinds:
@@ -171,7 +171,7 @@ def test_the_check_reaches_into_several_parts_of_the_keys() -> None:
             assert sequences == (1 if width == 1 else 2) and not inputs.lengths[1:].any()
             assert inputs.block_table[0].tolist() == list(range(width))[::-1]
             seen.append((cache.block_size * width, int(inputs.lengths[0])))
-            return torch.ones(*inputs.tokens.shape, 3).half()
+            return ones(inputs)
 
     for longest in (4096, 64):
         plain = model(lambda x: torch.ones(*x.shape[:-1], 3))

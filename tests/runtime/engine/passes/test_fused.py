@@ -59,9 +59,11 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     tables_of = [list(reversed(range(place, size * pages, size))) for place in range(size)]  # blocks in shuffled order
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
 
+    hidden = list[torch.Tensor]()
+
     def run(cache: KVCache, start: int, rows: torch.Tensor, logits: int) -> torch.Tensor:
         chunks = [Chunk(row, start, tuple(tables_of[place]), logits) for place, row in enumerate(rows.tolist())]
-        found: torch.Tensor = plain(Batch.of(chunks, block, plain.device), rope, cache)
+        found: torch.Tensor = plain(Batch.of(chunks, block, plain.device), rope, cache, hidden.append)
         return found
 
     for cache in caches:
@@ -72,7 +74,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     padded = padded_sequences(case.sequences)
     assert isinstance(step, FusedStep) and padded is not None and step.takes(padded, case.new + case.padding)
     rows = case.new + case.padding
-    inputs = StepInput.zeros(padded, rows, pages, plain.device, case.padding > 0)
+    inputs = StepInput.zeros(padded, rows, pages, plain.device, case.padding > 0, hidden=True)
     last_chunks = [Chunk(row, PREFIX, tuple(tables_of[place]), 1) for place, row in enumerate(new.tolist())]
     inputs.fill(last_chunks)
     counts: Counter[str] = Counter()
@@ -90,6 +92,9 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
         triton.runtime.interpreter.GridExecutor.__call__ = launch
     assert not step._counters.any(), "a captured pass could not be replayed"
     found = found[:, : case.new]
+    assert inputs.hidden is not None and inputs.hidden.rows is not None
+    ours = inputs.hidden.rows[:size, : case.new]
+    assert difference(ours, hidden[-1].view(ours.shape)) < 1e-2, "hidden states"
     assert torch.equal(last[:, 0], found[:, -1]) or not case.packed_head, "the same bits again"
     worst = 0.0
     for layer in range(config.layers):
