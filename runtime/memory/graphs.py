@@ -53,9 +53,7 @@ def decode_shapes(sequences: int, drafted: bool) -> list[tuple[int, int]]:
 
 def draft_rows(sequences: int) -> int:
     """Return the most tokens, padding included, of a captured pass over drafts of up to this many sequences."""
-    # A draft of `DRAFT_ROWS` tokens follows a sampled one: such a pass is padded to the next number of a prompt.
-    longest = next(count for count in TOKEN_BUCKETS if count > DRAFT_ROWS)
-    return min((padded_sequences(sequences) or MOST_ROWS) * longest, MOST_ROWS)
+    return min((padded_sequences(sequences) or MOST_ROWS) * DRAFT_ROWS, MOST_ROWS)
 
 
 def graph_bytes(

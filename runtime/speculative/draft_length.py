@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens per draft; few, because kernels are chosen again for each length
-LONG_LENGTHS = (*LENGTHS, 12, 16, 24, 32)  # where a drafted token costs nothing
+# Tokens per draft; few, because kernels are chosen again for each length. A pass has one row more, the last token: at
+# most `memory.graphs.DRAFT_ROWS`, to which GPU passes are captured before the first request.
+LENGTHS = (1, 2, 3, 5, 7)
+LONG_LENGTHS = (*LENGTHS, 11, 15, 23, 31)  # where a drafted token costs nothing
 START_BUDGET, BUDGET_PER_TOKEN = 0.8, 0.01  # costs at most 3 % from 80 tokens on, after one wrong estimate
 MIN_GAIN = 1.02  # draft only above this expected speedup
 COST_RATE, ACCEPTANCE_MEMORY = 0.25, 0.97  # weight of the newest pass; weight of the older tokens, per token compared

@@ -389,7 +389,7 @@ def test_layers_without_attention_hold_the_values_of_their_part() -> None:
     assert {index: pass_values(layers[index]) for index in expected} == expected
 
 
-@pytest.mark.parametrize(("running", "rows", "logits"), [(1, 16, 35), (4, 64, 35 + 2 * 6 + 4 * 6 + 8 * 6)])
+@pytest.mark.parametrize(("running", "rows", "logits"), [(1, 8, 35), (4, 32, 35 + 2 * 6 + 4 * 6 + 8 * 6)])
 def test_drafts_of_recurrent_models_hold_what_advances_their_states(running: int, rows: int, logits: int) -> None:
     """24 of 32 layers of Qwen3.5-9B have states; a token advances them by 8192 + 4096 projected values and 2 x 32."""
     with_drafts = replace(plan("Qwen3.5-9B", gpu=True), running=running, drafts_without_model=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mycli.runtime.memory.graphs import DRAFT_BUCKETS, decode_shapes, padded_tokens
 from mycli.runtime.speculative.draft_length import (
     FIRST_COOLDOWN,
     LENGTHS,
@@ -191,3 +192,9 @@ def test_costs_are_learned_from_passes_with_little_to_read() -> None:
         policy.observe_draft(1, 1, lag, STEP)
     assert learned._tried == {1} and other._tried == set()
     assert all(learned._costs[size] < other._costs[size] for size in LENGTHS), "cheaper than estimated"
+
+
+def test_every_draft_has_a_pass_that_a_gpu_captures_before_the_first_request() -> None:
+    rows = {padded_tokens((1 + count, 1), drafts=True) for count in LENGTHS}
+    assert {(tokens, padded) for tokens, padded in rows if padded} == {(count, True) for count in DRAFT_BUCKETS}
+    assert {(1, 1 + count) for count in LENGTHS} <= set(decode_shapes(1, drafted=True))

@@ -128,7 +128,7 @@ def test_classes_of_evidence_stop_apart() -> None:
         if count := policy.length(64, 0, 3):
             policy.observe_draft(count, count, 0, 1 + 0.02 * count, 3)  # long ones always right
             longest = max(longest, count)
-    assert longest == 32 and policy.length(64, 0, 0) == 0
+    assert longest == LONG_LENGTHS[-1] and policy.length(64, 0, 0) == 0
 
 
 def test_plain_steps_are_those_of_the_fastest_pass_where_nothing_is_computed_in_advance() -> None:
