@@ -182,6 +182,7 @@ REASONS: Mapping[str, str] = {
     "prompt-attention-raises": "the GPU attention of prompts failed ({error}); torch computes it",
     "prompt-attention-differs": "the GPU attention of prompts, with heads of {head_dim}, is off by {error:.1%}; torch "
     "computes it",
+    "hidden-states": "hidden states are held for at most {most} rows, not {rows}",
     "drafted-states": "what advances recurrent states by drafted tokens is kept for at most {most} rows, not {rows}",
     "fused-shape": "it does not take {sequences} sequences of {tokens} new tokens",
     "many-penalties": "penalties and biases are applied on the device for at most {most} sequences, not {sequences}",

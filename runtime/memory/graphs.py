@@ -67,10 +67,9 @@ def graph_bytes(
     """
     # Each graph has its results. In the pool, as large as the widest pass needs, are activations, partial sums and
     # the logits of passes that also sample. Prompts have the logits of one row.
-    graphs, prompts = list(rows), sum(TOKEN_BUCKETS)
+    graphs = list(rows)
     pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
     if prompt_rows > MOST_ROWS:  # in a pool of their own
         pool += prompt_rows * activations + len(PROMPT_BUCKETS) * logits
-        prompts += sum(PROMPT_BUCKETS)
-    results = (sum(graphs) + len(TOKEN_BUCKETS)) * logits + (sum(graphs) + prompts) * hidden
+    results = (sum(graphs) + len(TOKEN_BUCKETS)) * logits + (sum(graphs) + sum(TOKEN_BUCKETS)) * hidden
     return results + pool + min(max(weights, default=0), PARTIAL_SUMS)

@@ -135,8 +135,10 @@ class CudaPass:
         if shape is None or not self.step.takes(*shape[:2]):
             longest = max([chunk.count for chunk in work.chunks])
             return Declined("fused-shape", {"sequences": len(work.chunks), "tokens": longest})
-        if shape[0] * shape[1] > MOST_ROWS and _states_wait(work):
-            return Declined("drafted-states", {"most": MOST_ROWS, "rows": shape[0] * shape[1]})
+        if (rows := shape[0] * shape[1]) > MOST_ROWS and work.hook is not None:
+            return Declined("hidden-states", {"most": MOST_ROWS, "rows": rows})
+        if rows > MOST_ROWS and _states_wait(work):
+            return Declined("drafted-states", {"most": MOST_ROWS, "rows": rows})
         if shape in self._refused:
             return self._refused[shape]
         width = block_table_width(work)

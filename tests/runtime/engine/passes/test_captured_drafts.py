@@ -4,6 +4,7 @@ A recording replaces the CUDA graph.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -236,10 +237,13 @@ def test_states_after_drafts_are_compared_before_use(tmp_path: Path) -> None:
     assert difference(model, CapturedStep(model), "auto", lost) == Declined("replay-differs")
 
 
-def test_drafts_of_more_rows_than_a_decode_pass_has_are_the_plain_passs(tmp_path: Path) -> None:
+def test_drafts_and_hidden_states_of_more_rows_than_a_decode_pass_has_are_the_plain_passs(tmp_path: Path) -> None:
     model = loaded("lfm2-tied", tmp_path)
     cache = KVCache(model.config, 64, KEY_BLOCK, model.device, torch.bfloat16, slots=64)
     rope, way = ModelRunner(model).rope(KEY_BLOCK), CudaPass(PromptStep(model), PlainPass(model), recording)
     chunks = [Chunk(list(range(8)), 3, (slot,), 8, slot, drafted=7) for slot in range(64)]
-    declined = way.takes(PassInput(chunks, cache, rope))
-    assert declined == Declined("drafted-states", {"most": MOST_ROWS, "rows": 512})
+    too_many = {"most": MOST_ROWS, "rows": 512}
+    assert way.takes(PassInput(chunks, cache, rope)) == Declined("drafted-states", too_many)
+    prompt = PassInput([Chunk(list(range(KEY_BLOCK)), 0, (slot,), 1, slot) for slot in range(8)], cache, rope)
+    assert way.takes(prompt) is None
+    assert way.takes(replace(prompt, hook=lambda hidden: None)) == Declined("hidden-states", too_many)
