@@ -133,7 +133,7 @@ def plan_quantization(
     config, packings = folder.config, measurable.packings(folder.config)
     tensors = _tensors(folder, packings)
     if recipe.tune or recipe.target_bpw is not None or recipe.hessian == "model":
-        _require_gradients(config)
+        require_gradients(config)
     seq = recipe.seq or min(DEFAULT_SEQ, config.max_context)
     if recipe.needs_data:
         check_windows(recipe.samples, seq, config.max_context)
@@ -195,7 +195,8 @@ def _tensors(folder: ModelFolder, packings: Mapping[str, Packing]) -> Tensors:
     return tuple(tensors)
 
 
-def _require_gradients(config: ModelConfig) -> None:
+def require_gradients(config: ModelConfig) -> None:
+    """Raise UsageError for a model through which the gradients of a loss do not pass."""
     missing = None
     if config.has_side_inputs:
         missing = "per-layer embeddings and keys and values shared between layers"
@@ -203,8 +204,9 @@ def _require_gradients(config: ModelConfig) -> None:
         missing = "the routing of experts"
     if missing is not None:
         raise UsageError(
-            f"{config.model_type}: gradients stop at {missing}; tuning, a mean bit width and model Hessians need them",
-            "do not tune, use one width for all layers and Hessians of the layers",
+            f"{config.model_type}: gradients stop at {missing}; tuning, a mean bit width, a file size and model Hessians"
+            " need them",
+            "do not tune, choose bits instead of a mean or a size, and use Hessians of the layers",
         )
 
 

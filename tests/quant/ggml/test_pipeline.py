@@ -207,6 +207,18 @@ def test_rows_that_fill_no_super_block_have_a_choice_of_types(tmp_path: Path) ->
     assert plan_gguf(source, recipe, report="none").layout.nbytes <= target
 
 
+def test_a_file_of_a_given_size_needs_gradients(tmp_path: Path) -> None:
+    """Each expert would get a type of its own, and one that no token reaches has no gradient."""
+    make(
+        tmp_path / "hf",
+        "mixtral",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 64, "vocab_size": 4096},
+    )
+    source, recipe = Source("experts", tmp_path / "hf"), replace(RECIPE, target_size=1 << 30)
+    with pytest.raises(UsageError, match="gradients stop at the routing of experts; .* a file size"):
+        plan_gguf(source, recipe, report="none")
+
+
 def test_the_budget_goes_where_it_gains_most() -> None:
     choices = [
         KindChoice(("a",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 1.0, "Q4_K": 0.1}),
