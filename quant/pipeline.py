@@ -4,7 +4,6 @@ The result is opened again, measured and described in `mycli.json`, and appears 
 """
 
 import json
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,6 +43,7 @@ from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.utils.atomic_folder import Staging
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 COLLAPSED_KL = 1.0  # nats: such a model writes something else
@@ -72,24 +72,24 @@ def choose_widths(
     target = work.recipe.target_bpw
     assert target is not None
     copy = plan_low_copy(work, placement.device.type == "cuda")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
-        shares = copy_shares(copy, Path(name) / "low", placement, work.need.at_once, progress)
+    shares = copy_shares(copy, folder, placement, work.need.at_once, progress)
     return replace(work.recipe, widths=allocate(shares, target, copy.recipe.bits))
 
 
 def copy_shares(
     copy: QuantizationPlan, target: Path, placement: Placement, at_once: int, progress: ReportProgress
 ) -> list[Share]:
-    """Write a temporary copy of one low width to `target`; return what each product's rounding adds to the loss."""
-    # Balanced weights could not be compared with the original's, and a GGUF file of a given size has none.
-    quantize(copy, target, placement, progress=progress, balances=False)
-    trim_heap(mmap_threshold=4 << 20)
-    windows = copy.calibration(copy.recipe.samples, copy.recipe.seed).windows
-    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
-    folders = (copy.folder, open_model_folder(target))
-    original, rounded = (StreamedModel(folder, placement, at_once) for folder in folders)
-    return measure_shares(original, rounded, windows[chosen], progress)
+    """Return what each product's rounding adds to the loss, measured on a temporary copy of one low width."""
+    # The copy lies next to `target`. That of a killed run is removed by the next one for the same target.
+    with Staging(target.with_name(f"{target.name[:100]}.widths"), 0) as temporary:
+        # Balanced weights could not be compared with the original's, and a GGUF file of a given size has none.
+        quantize(copy, temporary.folder / "low", placement, progress=progress, balances=False)
+        trim_heap(mmap_threshold=4 << 20)
+        windows = copy.calibration(copy.recipe.samples, copy.recipe.seed).windows
+        chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
+        folders = (copy.folder, open_model_folder(temporary.folder / "low"))
+        original, rounded = (StreamedModel(folder, placement, at_once) for folder in folders)
+        return measure_shares(original, rounded, windows[chosen], progress)
 
 
 def quantize(

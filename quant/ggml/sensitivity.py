@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -50,9 +49,7 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     Raises UsageError for a size that the smallest types exceed.
     """
     assert work.recipe.target_size is not None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".widths-", dir=target.parent) as folder:
-        choices = _measure(work, Path(folder) / "low", placement, progress)
+    choices = _measure(work, target, placement, progress)
     # The size of all other tensors does not depend on the choice, so it is taken from a plan with the smallest types.
     first = {f"{name}.weight": choice.smallest for choice in choices for name in choice.names}
     least = plan_gguf(
@@ -78,13 +75,13 @@ def spend(choices: list[KindChoice], budget: int) -> list[str]:
     return spend_bytes([choice.bytes for choice in choices], losses, [choice.smallest for choice in choices], budget)
 
 
-def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: ReportProgress) -> list[KindChoice]:
+def _measure(work: GgufPlan, target: Path, placement: Placement, progress: ReportProgress) -> list[KindChoice]:
     recipe, config = work.recipe, work.config
     assert recipe.target_size is not None
     bits = low_width(8 * recipe.target_size / config.parameters(), _GROUP)
     low = Recipe(bits=bits, group=_GROUP, samples=min(recipe.samples, COPY_WINDOWS), seq=recipe.seq, seed=recipe.seed)
     copy = plan_quantization(work.source, low, work.text, folder=work.folder, report="none")
-    shares = pipeline.copy_shares(copy, folder, placement, work.need.at_once, progress)
+    shares = pipeline.copy_shares(copy, target, placement, work.need.at_once, progress)
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []

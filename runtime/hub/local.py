@@ -24,8 +24,8 @@ from mycli.runtime.utils.json_fields import read_object
 from mycli.runtime.utils.units import pluralize
 
 Kind = Literal["built-in", "quantized", "hub", "adapter", "unfinished", "ollama", "lm-studio"]
-# What interrupted commands leave: finished blocks, a folder that was written, replaced or removed, a measured copy.
-_UNFINISHED = re.compile(r"\.(.+\.work|.+\.(?:partial|replaced)-\d+-[0-9a-f]{12}|removed-\d+-.+|widths-\w+)")
+# What interrupted commands leave: finished blocks, a folder that was written, measured, replaced or removed.
+_UNFINISHED = re.compile(r"\.(.+\.work|.+\.(?:partial|replaced)-\d+-[0-9a-f]{12}|removed-\d+-.+)")
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def test_the_command_keeps_to_the_target_and_fuses_what_readers_fuse(
     monkeypatch.setattr("mycli.quant.planning.pace._SECONDS", 0.01)
     arguments = ["quantize", "pico-draft", "--target-bpw", "3.6", "--group", "64", "--samples", "8", "--seq", "64"]
     told = []
+    (tmp_path / ".out.widths.partial-1-0123456789ab" / "low").mkdir(parents=True)  # of a run that was killed
     for last in (["--dry-run"], ["--report", "none"]):
         with pytest.raises(SystemExit) as stopped:
             main([*arguments, *last, "--json", "-o", str(tmp_path / "out")])

@@ -155,9 +155,11 @@ def test_an_unfinished_download_can_be_removed() -> None:
     assert not repo_folder("org/tiny").exists()
 
 
-@pytest.mark.parametrize("left", ["tiny-int4.replaced-12-0123456789ab", "removed-12-tiny-int4"])
+@pytest.mark.parametrize(
+    "left", ["tiny-int4.replaced-12-0123456789ab", "tiny-int4.widths.partial-12-0123456789ab", "removed-12-tiny-int4"]
+)
 def test_what_a_killed_command_leaves_is_listed_and_can_be_removed(left: str) -> None:
-    """Killed while it deleted the folder that it had replaced, or that it was to remove."""
+    """Killed while it deleted the folder that it had replaced, measured a copy, or deleted one that it was to remove."""
     folder = quantized()
     folder.rename(folder.with_name(f".{left}"))
     assert rows()[left][0] == "unfinished"
