@@ -124,9 +124,10 @@ def _parse_slo(slo: str | None) -> dict[str, float]:
 @contextmanager
 def _serving(model: str, flags: Sequence[str], context: int, sequences: int) -> Iterator[str]:
     line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json", "--ctx", str(context)]
-    line += ["--max-sequences", str(sequences), *flags]
-    environment = {name: value for name, value in os.environ.items() if name != options.KEY_VARIABLE}
-    with subprocess.Popen(line, stdout=subprocess.PIPE, env=environment) as process:
+    # Supervised: without a key, whatever the settings say, and ended when its standard input closes. So a killed
+    # measurement leaves no server behind.
+    line += ["--max-sequences", str(sequences), "--supervised", *flags]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             ready = process.stdout.readline()

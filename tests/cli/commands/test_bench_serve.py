@@ -1,6 +1,8 @@
 """Test `mycli bench serve` against a server with known answers: table, records, limits and refusals."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from mycli.cli.reports.plot import draw_loads
 from mycli.runtime.diagnostics.completion_client import Reply
 from mycli.runtime.diagnostics.serving_load import Load, LoadResult
 from mycli.runtime.errors import ExitCode, ModelError, UsageError
+from tests.support.command_line import COMMAND, SECONDS
 from tests.support.completion_server import scripted
 
 LOAD = ("-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
@@ -178,3 +181,29 @@ def test_a_row_sums_its_runs() -> None:
     assert _row(server, "m", "http", runs[:1])["sigma"] == 0.0
     with pytest.raises(ModelError, match="no request was answered: busy"):
         _row(server, "m", "http", [LoadResult(load, (Reply(0.0, problem="busy"),), 1.0)])
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may wait for it
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads processes from /proc")
+def test_a_killed_measurement_leaves_no_server(environment: dict[str, str]) -> None:
+    words = ["bench", "serve", "pico", "--clients", "1", "-p", "16", "-n", "4", "--device", "cpu"]
+    silent = subprocess.DEVNULL
+    with subprocess.Popen([*COMMAND, *words], env=environment, stdout=silent, stderr=silent, cwd="/") as bench:
+        end = time.monotonic() + SECONDS / 4
+        while not (servers := _children(bench.pid)) and time.monotonic() < end:
+            time.sleep(0.02)
+        bench.kill()
+    assert servers
+    while _runs(servers[0]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _runs(servers[0])
