@@ -100,6 +100,9 @@ def pull(
         settings = QuantizedPull(output, held_out, device, max_ram, overwrite=overwrite, restart=restart)
         pull_quantized(call, model, flags, settings)
         return
+    if output is not None or overwrite or restart:
+        hint = "add --bits 4, or omit them: downloads are stored in the Hugging Face cache, which HF_HUB_CACHE names"
+        raise UsageError("-o, --overwrite and --restart concern a model that is quantized while downloading", hint)
     # Names without an organization are local. What another program downloaded is not downloaded again.
     if call.offline or "/" not in model or (not force and find_stored(model) is not None):
         _show_local(call, model)

@@ -45,6 +45,15 @@ def test_a_gguf_file_is_a_model_to_fetch(server: HubServer, mycli: Mycli, tmp_pa
     assert "Tokyo" in mycli(*asked).stdout
 
 
+@pytest.mark.parametrize("options", [("-o", "copy"), ("--overwrite",), ("--restart",)], ids=" ".join)
+def test_options_of_a_quantized_download_need_a_recipe(
+    server: HubServer, mycli: Mycli, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    refused = mycli("pull", REPO, *options)
+    assert refused.returncode == 2 and "quantized while downloading" in refused.stderr
+    assert not server.log and not (tmp_path / "hf").exists()
+
+
 def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
     total = sum(map(len, FILES.values()))
     planned = json.loads(mycli("pull", REPO, "--dry-run", "--json").stdout)
