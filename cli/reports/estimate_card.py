@@ -46,8 +46,10 @@ def _number(tokens: float) -> str:
 
 def _ceilings(subject: EstimateSubject) -> list[dict[str, float]]:
     bandwidth = subject.target.bandwidth
-    depths = () if bandwidth is None else dict.fromkeys((0, subject.plan.context))  # an empty and a full cache
-    return [{"depth": depth, "rate": tokens_per_second(subject.plan, depth, bandwidth or 0)} for depth in depths]
+    if bandwidth is None or subject.plan.config.bidirectional:  # a model of embeddings decodes nothing
+        return []
+    depths = dict.fromkeys((0, subject.plan.context))  # an empty and a full cache
+    return [{"depth": depth, "rate": tokens_per_second(subject.plan, depth, bandwidth)} for depth in depths]
 
 
 def _more_gpus(subject: EstimateSubject) -> dict[str, Any] | None:
@@ -172,6 +174,8 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
     if (more := answer.get("more_gpus")) is not None:
         count = f"{more['gpus']} such GPUs" if more["gpus"] else f"more than {RANKS[-1]} such GPUs"
         rows.append(("beyond one GPU", f"{more['context']} tokens need {count}: {more['command']}"))
+    if config.bidirectional:
+        return rows
     speeds = ", ".join(
         f"{_number(ceiling['rate'])} tok/s " + (f"at {ceiling['depth']} tokens" if ceiling["depth"] else "empty")
         for ceiling in answer["ceiling_tokens_per_second"]

@@ -18,6 +18,7 @@ from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.quantization.scheme import Packing
+from tests.support.embedding_models import encoder
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.published import PUBLISHED
 
@@ -50,6 +51,13 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["schema_version"] == 1
     return found
+
+
+def test_a_model_of_embeddings_has_no_speed_of_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(encoder(tmp_path / "bert"))
+    assert answer(capsys, folder, "--bandwidth", "100")["ceiling_tokens_per_second"] == []
+    assert call(folder, "--bandwidth", "100") == ExitCode.OK
+    assert "ceiling" not in capsys.readouterr().out
 
 
 def test_a_config_is_enough(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
