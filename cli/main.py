@@ -15,7 +15,7 @@ import typer
 from mycli.cli.command import guarded, print_version
 from mycli.cli.flags import options
 from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
-from mycli.cli.flags.spellings import spelling_rule, usage_line
+from mycli.cli.flags.spellings import argument_usage, spelling_rule, usage_line
 from mycli.cli.output import Output, writing_stdout
 from mycli.cli.text.input import prepare_streams
 from mycli.runtime.device.system import cpu_quota, usable_cores
@@ -135,11 +135,20 @@ def program(selected: str | None) -> Any:
             option.envvar = [f"MYCLI_{selected.upper().replace(' ', '_')}_{key}", f"MYCLI_{key}", *foreign]
         for parameter in command.params:
             parameter.show_envvar = False
+            if parameter.param_type_name == "argument":
+                _show_plainly(parameter)
         if "_MYCLI_COMPLETE" not in os.environ:  # a shell that completes a line shows no errors
             known = {spelling for option in command.params for spelling in option.opts}
             rule = spelling_rule(known, usage_line(command, selected))
             command.context_settings = {**command.context_settings, "token_normalize_func": rule}
     return parser
+
+
+def _show_plainly(argument: Any) -> None:
+    # By its metavar alone, as an option is: the parser would show {MODEL} in the usage line and MODEL <str> below.
+    usage = [argument_usage(argument)]
+    argument.get_usage_pieces = lambda context: usage
+    argument.display_type_rich = lambda ctx: None
 
 
 def find_command(name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mycli.cli.flags.config_file import config_path, option_key
-from mycli.cli.flags.spellings import FOREIGN_OPTIONS, usage_line
+from mycli.cli.flags.spellings import FOREIGN_OPTIONS, argument_usage, usage_line
 from mycli.runtime.errors import UsageError
 
 # Commands of other programs (ollama, llama.cpp, hf) -> ours.
@@ -85,7 +85,7 @@ def explain_mistake(error: Any, name: str | None, words: Sequence[str]) -> Usage
         return _unknown_option(match[1].rstrip("."), context.command if context else None, hint, name)
     if match := re.match(r"(?is)got unexpected extra arguments?(?:\(s\))? \((.*)\)", sentence):
         arguments = [parameter for parameter in context.command.params if parameter.param_type_name == "argument"]
-        usage = " ".join(arg.metavar if arg.required else f"[{arg.metavar}]" for arg in arguments)
+        usage = " ".join(map(argument_usage, arguments))
         message = f"unexpected {match[1]!r}; {name} takes {usage or 'no arguments'}"
         return UsageError(message, _EXTRA_ARGUMENTS.get(name or "", hint))
     if sentence.startswith("Missing"):

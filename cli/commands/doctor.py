@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, MAX_SEQUENCES
@@ -202,7 +200,7 @@ class _ModelRun:
 def doctor(
     call: Call,
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="Also say which passes run this model.", show_default=False)
+        str, options.argument("MODEL", "Also say which passes run this model.", options.complete_model)
     ] = "pico",
     save: Annotated[
         bool, options.flag("--save", "Save replies of the model and 20 s of its speed, to compare after an update.")

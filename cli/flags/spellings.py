@@ -115,6 +115,12 @@ def usage_line(command: Any, name: str) -> str:
     return " ".join(("mycli", name, *arguments))
 
 
+def argument_usage(argument: Any) -> str:
+    """Return an argument as a usage line shows it: MODEL, MODEL... for several, [MODEL] if it may be omitted."""
+    name = argument.metavar if argument.nargs == 1 else f"{argument.metavar}..."
+    return name if argument.required else f"[{name}]"
+
+
 def spelling_rule(known: Collection[str], usage: str) -> Callable[[str], str]:
     """Return the function with which the parser of a command with the options `known` normalizes their names.
 

@@ -204,8 +204,8 @@ def require_gradients(config: ModelConfig) -> None:
         missing = "the routing of experts"
     if missing is not None:
         raise UsageError(
-            f"{config.model_type}: gradients stop at {missing}; tuning, a mean bit width, a file size and model Hessians"
-            " need them",
+            f"{config.model_type}: gradients stop at {missing}; tuning, a mean bit width, a file size and model "
+            "Hessians need them",
             "do not tune, choose bits instead of a mean or a size, and use Hessians of the layers",
         )
 

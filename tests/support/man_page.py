@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mycli.cli.flags.spellings import argument_usage
 from mycli.cli.main import COMMANDS, find_command
 from tests.support.command_reference import MEANINGS
 
@@ -34,8 +35,7 @@ def _item(term: str, text: str) -> list[str]:
 
 def _command(name: str) -> list[str]:
     command: Any = find_command(name)
-    arguments = [p for p in command.params if p.param_type_name == "argument"]
-    usage = " ".join(p.metavar if p.required else f"[{p.metavar.strip('[]')}]" for p in arguments)
+    usage = " ".join(argument_usage(p) for p in command.params if p.param_type_name == "argument")
     lines = [f".SS {_escaped(f'mycli {name}')} {_escaped(usage)}".rstrip()]
     for paragraph in (command.help or "").split("\n\n"):
         lines += [_escaped(" ".join(paragraph.split())), ".PP"]

@@ -159,7 +159,7 @@ def test_an_unfinished_download_can_be_removed() -> None:
     "left", ["tiny-int4.replaced-12-0123456789ab", "tiny-int4.widths.partial-12-0123456789ab", "removed-12-tiny-int4"]
 )
 def test_what_a_killed_command_leaves_is_listed_and_can_be_removed(left: str) -> None:
-    """Killed while it deleted the folder that it had replaced, measured a copy, or deleted one that it was to remove."""
+    """Killed while it deleted the folder that it had replaced or was to remove, or measured a copy."""
     folder = quantized()
     folder.rename(folder.with_name(f".{left}"))
     assert rows()[left][0] == "unfinished"
