@@ -16,7 +16,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import Declined, NotFoundError, UsageError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name, split_quant
-from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import OpenReport, add_adapter, open_model
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, Fields, parse_object
@@ -147,6 +147,16 @@ def require_generative(config: "ModelConfig") -> None:
     """Raise UsageError for a model that computes embeddings and predicts no tokens."""
     if config.bidirectional:
         raise UsageError("this model computes embeddings: its attention is bidirectional", code="embedding-model")
+
+
+def open_generative(call: Call, model: str) -> tuple[Source, ModelFolder]:
+    """Open one of several models that a command names and check its headers; the hints of its errors are about it."""
+    with about(call, model):
+        source = resolve(model, offline=call.offline)
+        folder = source.open()
+        require_generative(folder.config)
+        folder.checked_manifest()
+    return source, folder
 
 
 def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) -> ModelFolder:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
-from mycli.cli.load import about, announce_build, load_engine
+from mycli.cli.load import about, announce_build, load_engine, open_generative
 from mycli.cli.output import Column
 from mycli.cli.replies.batch_file import MAX_LINE, parse_prompt
 from mycli.cli.reports.plot import Chart, Point, require_svg, write_charts
 from mycli.cli.text.progress import STEP_SECONDS, CpuContention, stages
 from mycli.runtime.errors import GateError, UsageError
-from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import open_input
 from mycli.runtime.utils.json_fields import parse_object
@@ -174,11 +173,8 @@ def compare(
         require_svg(plot)
     engine = LoadFlags(device=device, dtype=dtype, kv=kv, context=ctx).resolve()
     names = (model, candidate)
-    sources = []
-    for name in names:  # before the first is loaded
-        with about(call, name):
-            sources.append(resolve(name, offline=call.offline))
-    folders = [source.open() for source in sources]
+    opened = [open_generative(call, name) for name in names]  # before the first is loaded
+    sources, folders = [source for source, _ in opened], [folder for _, folder in opened]
     conversations = _built_in_prompts() if prompts is None else _read_prompts(prompts)
     encoded = [[prompt.encode(folder.tokenizer()) for prompt in conversations] for folder in folders]
     if encoded[0] != encoded[1]:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import KV, LoadFlags
-from mycli.cli.load import adapted, announce_build, announce_placement, require_generative
+from mycli.cli.load import adapted, announce_build, announce_placement, open_generative
 from mycli.cli.output import Column
 from mycli.cli.text.format import quality_rows
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.utils.units import percent, pluralize
 
@@ -174,10 +173,8 @@ def evaluate(
     _check_options(engine, ref, kv_sweep, activations_sweep)
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
-    sources = [resolve(name, offline=call.offline) for name in names]
-    folders = [source.open() for source in sources]
-    for folder in folders:
-        require_generative(folder.config)
+    opened = [open_generative(call, name) for name in names]
+    sources, folders = [source for source, _ in opened], [folder for _, folder in opened]
     folders[0] = adapted(call, folders[0], model, adapter)
     placements = [
         engine.place(folders[0].config),

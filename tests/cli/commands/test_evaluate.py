@@ -1,6 +1,8 @@
 """Test `mycli eval --portable-bits`: what it measures, and what it refuses."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,11 @@ def test_the_bytes_of_a_token_are_a_column(mycli: Mycli) -> None:
     shown = mycli("eval", "pico", "--kv-sweep", "--tokens", "64", "--ctx", "32", "--device", "cpu").stdout
     sizes = [line.split("|")[2].strip() for line in shown.splitlines()[2:]]
     assert sizes == ["6.00 KiB", "3.00 KiB", "1.59 KiB", "0.84 KiB"]
+
+
+def test_the_hint_for_a_damaged_reference_names_it(mycli: Mycli, tmp_path: Path) -> None:
+    made = json.loads(mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "--json").stdout)
+    os.truncate(Path(made["folder"]) / "model.safetensors", 100_000)
+    name = Path(made["folder"]).name
+    refused = mycli("eval", *SHORT, "--ref", name)
+    assert refused.returncode == 3 and f"mycli verify {name}" in refused.stderr
