@@ -1,6 +1,8 @@
 """`mycli show`: what a model is, from its configuration and file headers, without loading or downloading it."""
 
+import math
 import shlex
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,15 +103,20 @@ def _origin(info: ModelInfo) -> str:
     return f"quantized from {source.text('name', 'an unknown model')}{revision}{scheme}{adapter}"
 
 
+def _perplexity(mean: Fields) -> float:
+    # That of a collapsed model may be beyond every number; JSON then has null.
+    return mean.number("value", math.inf, high=sys.float_info.max)
+
+
 def _quality(info: ModelInfo) -> list[tuple[str, str]]:
     if info.record is None or not info.record.has("card"):
         return []
     card = info.record.object("card")
-    after = card.object("perplexity").number("value")
+    after = _perplexity(card.object("perplexity"))
     if not card.has("divergence"):
         return [("perplexity", f"{after:.4f}")]
     divergence = card.object("divergence")
-    before = divergence.object("reference_perplexity").number("value")
+    before = _perplexity(divergence.object("reference_perplexity"))
     kl, p99 = divergence.object("kl").number("value", low=-1e-3), divergence.number("kl_p99", low=-1e-3)
     return [
         ("perplexity", f"{before:.4f} before, {after:.4f} after"),

@@ -1,7 +1,6 @@
 """Formats numbers, answers and errors in the same way for every command."""
 
 import json
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import UserError
 from mycli.runtime.quantization.activations import MAX_ADDED_KL, MAX_MOVED_KL, ActivationKl
+from mycli.runtime.utils.json_fields import finite
 from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, percent, pluralize
 
@@ -24,18 +24,10 @@ if TYPE_CHECKING:  # torch takes a second to import
 SCHEMA_VERSION = 1  # of every JSON answer; raised when the meaning of a field changes
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
 def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
     """Return `value` with `schema_version` as one line of JSON; characters that `encoding` lacks are escaped."""
     # JSON has no infinity: an infinite perplexity becomes null instead of making the whole answer unreadable.
-    answer = _finite({"schema_version": SCHEMA_VERSION, **value})
+    answer = finite({"schema_version": SCHEMA_VERSION, **value})
     line = sanitize_json(json.dumps(answer, ensure_ascii=False, allow_nan=False))
     try:
         line.encode(encoding)
@@ -130,8 +122,7 @@ def _activation_row(kl: str, used: bool, limit: str) -> tuple[str, str]:
 
 
 def call_rows(calls: "CallQuality | None") -> list[tuple[str, str]]:
-    """Return the rows on tool calls; none if they were not measured."""
-    if calls is None:
+    if calls is None:  # they were not measured
         return []
     kinds = ", ".join(f"{name} {percent(part.same_top1, 1)}" for name, part in calls.kinds.items())
     structure = calls.structure

@@ -22,6 +22,7 @@ from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.utils import version
+from mycli.runtime.utils.json_fields import finite
 
 CARD_FILE = "mycli.json"
 CARD_VERSION = 1
@@ -151,4 +152,4 @@ def encode(
         "layers": [asdict(layer) for layer in layers],
         "files": files,
     }
-    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(finite(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

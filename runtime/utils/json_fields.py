@@ -163,3 +163,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
     return parse_object(read_bytes(path, limit), path.name, limit)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with null for each number that is not finite, such as an infinite perplexity: JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value

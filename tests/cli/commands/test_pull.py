@@ -211,5 +211,8 @@ def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) 
         assert words in page
     assert "recipe bits      4" in mycli("show", "pico-rtn-int4-g32", "--recipe").stdout
     assert json.loads(mycli("show", "pico-rtn-int4-g32", "--json").stdout)["recipe"]["method"] == "rtn"
+    collapsed = {"perplexity": {"value": None}, "divergence": {**divergence, "reference_perplexity": {"value": 1e15}}}
+    (folder / "mycli.json").write_text(json.dumps({**record, "card": collapsed}))
+    assert "1000000000000000.0000 before, inf after" in mycli("show", "pico-rtn-int4-g32").stdout
     (folder / "mycli.json").write_text(json.dumps({**record, "card": {"perplexity": 3}}))
     assert mycli("show", "pico-rtn-int4-g32").returncode == 3
