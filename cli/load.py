@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, with_older_section
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
-from mycli.runtime.errors import Declined, NotFoundError, UsageError
+from mycli.runtime.errors import Declined, NotFoundError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name, split_quant
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import state_dir
@@ -144,9 +144,11 @@ def announce_slow_passes(call: Call, runner: "ModelRunner") -> None:
 
 
 def require_generative(config: "ModelConfig") -> None:
-    """Raise UsageError for a model that computes embeddings and predicts no tokens."""
+    """Raise UsageError for a model that computes embeddings or scores, and predicts no tokens."""
     if config.bidirectional:
-        raise UsageError("this model computes embeddings: its attention is bidirectional", code="embedding-model")
+        from mycli.runtime.models.config import not_generative
+
+        raise not_generative(config)
 
 
 def open_generative(call: Call, model: str) -> tuple[Source, ModelFolder]:

@@ -48,6 +48,7 @@ REMEDIES: Mapping[str, str] = {
     "continue-text": "add --chat-template FILE, or continue a text instead: mycli run {model} PROMPT",
     "fewer-tokens-or-more-context": "use -n {tokens} or less, or a larger --ctx",
     "embedding-model": "for text: mycli run, with a generative model; for vectors: mycli embed, with modules.json",
+    "reranker": "serve it: mycli serve {model}; its clients send a query and documents to POST /v1/rerank",
     "fewer-beams": "use fewer beams, a smaller -n, or a larger --ctx; a server: a larger --max-sequences",
     "more-context": "shorten the prompt, or use a larger --ctx",
     "less-context": "use a smaller --ctx",

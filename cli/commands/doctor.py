@@ -107,7 +107,8 @@ def _portable(loaded: "LoadedModel") -> dict[str, Any]:
     from mycli.runtime.engine.loading.portable import decline_model, differing_parts
 
     runner = loaded.runner
-    declined = decline_model(runner.model, runner.passes, loaded.embedder is not None)
+    vectors = loaded.embedder is not None or loaded.cross_encoder is not None
+    declined = decline_model(runner.model, runner.passes, vectors)
     return {"declined": None if declined is None else reason(declined), "differing": differing_parts(runner.model)}
 
 

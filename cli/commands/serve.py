@@ -225,7 +225,8 @@ def _run(
                 cache += f" (--ctx allows up to {loaded.model.runner.config.max_context})"
             holds = f"up to {pluralize(max_sequences, 'reply')} concurrently; {cache}"
             if loaded.model.runner.config.bidirectional:  # has no cache
-                holds = f"vectors of texts of up to {engine.context} tokens"
+                results = "vectors of texts" if loaded.model.cross_encoder is None else "scores of pairs"
+                holds = f"{results} of up to {engine.context} tokens"
             call.out.result(f"{url} · {service.name} · {holds}")
 
     server = DrainingServer(application(service, log), settings.limits, drain, lambda: service.busy, worker.cancel_all)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # describing a model needs none of these
 
     from mycli.runtime.checkpoint.adapter import Adapter, LowRank
     from mycli.runtime.checkpoint.reader import Checkpoint
-    from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, ScoreSpec
+    from mycli.runtime.checkpoint.sentence_transformers import CrossEncoderSpec, EmbeddingSpec, ScoreSpec
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -122,11 +122,20 @@ class ModelFolder:
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":
         """The modules of an embedding model's folder; None for other folders. Raises ModelError."""
-        if self.config_only or not (self.path / MODULES).is_file():
+        if self.config_only or self.config.classifier is not None or not (self.path / MODULES).is_file():
             return None
         from mycli.runtime.checkpoint.sentence_transformers import read_embedding_spec
 
         return read_embedding_spec(self.path, self.config.hidden_size)
+
+    @cached_property
+    def cross_encoder(self) -> "CrossEncoderSpec | None":
+        """How a reranker with a classification head scores pairs; None for other folders. Raises ModelError."""
+        if self.config_only or self.config.classifier is None:
+            return None
+        from mycli.runtime.checkpoint.sentence_transformers import read_cross_encoder_spec
+
+        return read_cross_encoder_spec(self.path, self.raw, self.tokenizer_settings())
 
     @property
     def score(self) -> "ScoreSpec | None":

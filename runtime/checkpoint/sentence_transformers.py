@@ -1,4 +1,7 @@
-"""Reads the modules of a sentence-transformers folder: pooling, dense layers, normalization, prompts. Has no torch."""
+"""Reads what sentence-transformers keeps in a folder: pooling, dense layers, prompts, the activation of a reranker.
+
+Imports no torch.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,6 +14,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, strict_json
 
 MODULES = "modules.json"
+_SETTINGS = "config_sentence_transformers.json"
 # Files of the modules after the first, in folders as sentence-transformers names them: 1_Pooling, 2_Dense.
 MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 _MAX_BYTES = 1 << 20
@@ -24,7 +28,7 @@ _MODES: Mapping[str, PoolingMode] = {
     "weightedmean_tokens": "weighted_mean",
     "lasttoken": "last",
 }
-DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
+VectorActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class DenseSpec:
     in_features: int
     out_features: int
     bias: bool
-    activation: DenseActivation
+    activation: VectorActivation
     tensor: TensorEntry | None = None
 
 
@@ -70,6 +74,19 @@ class EmbeddingSpec:
 
 
 @dataclass(frozen=True)
+class CrossEncoderSpec:
+    """Describes how a reranker with a classification head scores a pair of texts.
+
+    activation: applied to the output of the head; prompt: text before the first text; max_tokens: of a pair, None for
+    as many as the context holds.
+    """
+
+    activation: VectorActivation = "Sigmoid"
+    prompt: str = ""
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class ScoreSpec:
     """The tokens whose logits are the score of a reranker: of `true` without those of `false`, if there is one."""
 
@@ -86,6 +103,36 @@ def read_score_spec(folder: Path) -> ScoreSpec | None:
     raw = read_object(folder / _folder_name(entries[1], path) / "config.json")
     false = raw.integer("false_token_id", low=0) if raw.has("false_token_id") else None
     return ScoreSpec(raw.integer("true_token_id", low=0), false)
+
+
+def read_cross_encoder_spec(folder: Path, config: Fields, settings: Fields) -> CrossEncoderSpec:
+    """Return how a reranker scores pairs, from its config.json and tokenizer_config.json too. Raises ModelError."""
+    path = folder / MODULES
+    kinds = [_kind(entry) for entry in _entries(path)] if path.is_file() else ["Transformer"]
+    if kinds != ["Transformer"]:
+        raise ModelError(f"{path}: modules {', '.join(kinds)!r:.80} are not supported after a classification head")
+    path = folder / _SETTINGS
+    saved = read_object(path) if path.is_file() else Fields({}, str(path))
+    prompts, default = _prompts(path)
+    # Where newer versions of the library keep it, then where older ones did. ms-marco-MiniLM is without a sigmoid.
+    for fields, key in (
+        (saved, "activation_fn"),
+        (config.object("sentence_transformers"), "activation_fn"),
+        (config, "sbert_ce_default_activation_function"),
+    ):
+        # By default the library runs no code of a model, and takes the sigmoid for other names.
+        if (name := fields.text(key, "")).startswith("torch."):
+            activation: Any = name.rpartition(".")[2]
+            if activation not in get_args(VectorActivation):
+                raise fields.fail(key, f"= {name!r:.60} is not supported")
+            break
+    else:
+        activation = "Sigmoid"
+    longest = _max_tokens(folder / "sentence_bert_config.json")
+    if longest is None:
+        most = settings.values.get("model_max_length")  # 1e30 where there is no limit
+        longest = most if type(most) is int and 0 < most < 1 << 31 else None
+    return CrossEncoderSpec(activation, "" if default is None else prompts[default], longest)
 
 
 def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
@@ -114,7 +161,7 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
     if not pooling:
         raise ModelError(f"{path}: has no Pooling module")
     longest = _max_tokens(folder / "sentence_bert_config.json")
-    prompts, default = _prompts(folder / "config_sentence_transformers.json")
+    prompts, default = _prompts(folder / _SETTINGS)
     return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default, longest)
 
 
@@ -172,7 +219,7 @@ def _dense(folder: Path, width: int) -> DenseSpec:
     if raw.integer("in_features") != width:
         raise raw.fail("in_features", f"is {raw.integer('in_features')}, but the vector before it has {width} values")
     activation: Any = raw.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if activation not in get_args(DenseActivation):
+    if activation not in get_args(VectorActivation):
         raise raw.fail("activation_function", f"= {activation!r:.60} is not supported")
     if raw.boolean("use_residual", False):
         raise raw.fail("use_residual", "= true is not supported")

@@ -76,7 +76,8 @@ class Request:
     share of the machine it uses, and the size of that share; group: requests of a user with the same one take turns
     with its others as if they were a single request, empty for a group of its own; batch: it runs only when no other
     request is waiting; start: where an interrupted reply continues, with a seed that replaces that of `sampling`;
-    beams: search for the most likely replies instead of sampling.
+    beams: search for the most likely replies instead of sampling; token_types: of the tokens of a pair of texts, empty
+    for type 0.
     """
 
     prompt: tuple[int, ...]
@@ -95,6 +96,7 @@ class Request:
     batch: bool = False
     start: ReplyStart | None = None
     beams: BeamOptions | None = None
+    token_types: tuple[int, ...] = ()
 
     def for_reply(self, index: int) -> "Request":
         """Return the request for reply `index` to the same prompt, with a seed of its own."""

@@ -52,14 +52,19 @@ class BidirectionalAttention:
 
 
 @torch.inference_mode()
-def encode_texts(model: Transformer, texts: Sequence[Sequence[int]], rope: Rope) -> list[Tensor]:
-    """Return the final hidden states [tokens, hidden] of each text, computed in one pass."""
+def encode_texts(
+    model: Transformer, texts: Sequence[Sequence[int]], rope: Rope, types: Sequence[Sequence[int]] = ()
+) -> list[Tensor]:
+    """Return the final hidden states [tokens, hidden] of each text, computed in one pass.
+
+    types: the token types of each text, empty for one whose tokens all have type 0.
+    """
     chunks = [Chunk(text, 0, (), 0) for text in texts]
     tokens = torch.tensor([token for text in texts for token in text], device=model.device)[None]
     x = embed_tokens(tokens, model.embedding, model.config)
     lengths = [len(text) for text in texts]
     if model.positions is not None:
-        x = model.positions(x, lengths)
+        x = model.positions(x, lengths, types)
     context = PassContext(rope.rows(chunks), BidirectionalAttention(lengths))
     for block in model.layers():
         x = block(x, context)

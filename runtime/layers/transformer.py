@@ -59,6 +59,11 @@ class Transformer(nn.Module):
             from mycli.runtime.layers.positions import PositionEmbeddings
 
             self.positions = PositionEmbeddings(config.positions)
+        self.classifier = None
+        if config.classifier is not None:
+            from mycli.runtime.layers.classifier import Classifier
+
+            self.classifier = Classifier(config.classifier)
         self.streams = None
         if config.streams > 1:
             from mycli.runtime.layers.streams import Streams
@@ -93,8 +98,8 @@ class Transformer(nn.Module):
         loads: list[Callable[[], None]] = [read_embedding]
         loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
-        optional = (module for module in (self.per_layer, self.positions, self.streams) if module is not None)
-        loads += [partial(module.load, checkpoint, device, dtype) for module in optional]
+        optional = (self.per_layer, self.positions, self.streams, self.classifier)
+        loads += [partial(module.load, checkpoint, device, dtype) for module in optional if module is not None]
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
         first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and checked on first use
@@ -135,7 +140,8 @@ class Transformer(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all weights in memory; a tied embedding counts once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear | RMSNorm | Mixer))
-        total += sum(module.nbytes for module in (self.per_layer, self.positions) if module is not None)
+        optional = (self.per_layer, self.positions, self.classifier)
+        total += sum(module.nbytes for module in optional if module is not None)
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -17,6 +17,7 @@ from mycli.runtime.models.memory_names import file_name
 from mycli.runtime.models.part_spec import (
     ActivationName,
     AttentionSpec,
+    ClassifierSpec,
     LinearSpec,
     MlpSpec,
     NormSpec,
@@ -141,7 +142,8 @@ class ModelConfig:
     build_mtp: Callable[["ModelConfig"], "ModelConfig"] | None = None
     is_mtp: bool = False
     positions: PositionSpec | None = None
-    bidirectional: bool = False  # every token sees the whole text: the model computes embeddings and has no cache
+    bidirectional: bool = False  # every token sees the whole text: the model has no cache and generates nothing
+    classifier: ClassifierSpec | None = None  # of a reranker; other bidirectional models compute embeddings
 
     def __post_init__(self) -> None:
         for attention in self.attentions:
@@ -208,6 +210,11 @@ class ModelConfig:
         if not isinstance(spec, AttentionSpec):
             return ((2, 0, self.head_dim),)
         return ((2, spec.kv_heads if spec.kv_source is None else 0, spec.head_dim),)
+
+    @property
+    def purpose(self) -> str:
+        """The work of a bidirectional model, which generates no text."""
+        return "computes embeddings" if self.classifier is None else "scores pairs of texts"
 
     @property
     def stream_width(self) -> int:
@@ -307,7 +314,8 @@ class ModelConfig:
     def dense_linears(self) -> tuple[LinearSpec, ...]:
         """Return the linears outside of layers that are never quantized."""
         enter, leave = self.stream_linears()
-        return (*self.per_layer_linears()[1:], *self.position_tables(), *enter, *leave)
+        head = () if self.classifier is None else (self.classifier.dense, self.classifier.out)
+        return (*self.per_layer_linears()[1:], *self.position_tables(), *enter, *leave, *head)
 
     def unquantized_linears(self) -> Iterator[LinearSpec]:
         """Yield the linears that are never quantized: those outside of layers, then routers and gates."""
@@ -330,6 +338,8 @@ class ModelConfig:
             yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for linear in (*self.per_layer_linears()[:1], *self.dense_linears()):
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
+            if linear.bias:
+                yield f"{linear.name}.bias", (linear.out_features,)
         if self.per_layer_width:
             yield from self.per_layer_norm().tensors()
         for layer in range(self.layers):
@@ -348,6 +358,12 @@ class ModelConfig:
         """Return the number of parameters that one token uses: without the experts that it is not routed to."""
         mixtures = [spec.mlp for spec in self.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
         return self.parameters() - sum(mixture.inactive_experts * mixture.parameters_per_expert for mixture in mixtures)
+
+
+def not_generative(config: ModelConfig) -> UsageError:
+    """Return the error for asking text of a bidirectional model."""
+    code = "embedding-model" if config.classifier is None else "reranker"
+    return UsageError(f"this model {config.purpose}: its attention is bidirectional", code=code)
 
 
 def _check_attention(spec: AttentionSpec | LatentAttentionSpec) -> None:

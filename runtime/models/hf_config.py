@@ -76,6 +76,22 @@ def require(raw: Fields, **values: Any) -> None:
             raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported, only {value!r}", UNSUPPORTED_HINT)
 
 
+def reranker_class(raw: Fields) -> str | None:
+    """Return the class of a classifier with one label, which scores pairs of texts; None for other models.
+
+    Raises ModelError for a classifier with more labels.
+    """
+    classes = [name for name in raw.array("architectures", str, 16) if name.endswith("ForSequenceClassification")]
+    if not classes:
+        return None
+    names = raw.object("id2label").values
+    labels = raw.integer("num_labels", len(names) or 2)  # transformers counts two where neither key is there
+    if labels != 1:
+        message = f"{classes[0]!r:.60} has {labels} labels: only rerankers, with one label, are supported"
+        raise raw.fail("architectures", message, UNSUPPORTED_HINT)
+    return classes[0]
+
+
 def require_untied_head(fields: Mapping[str, Any]) -> None:
     """Raise ModelError if a family whose head has a bias ties it to the embedding."""
     if fields["tie_embeddings"]:

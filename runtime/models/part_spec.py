@@ -111,14 +111,22 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class PositionSpec:
-    """Tables of which encoders add rows to the embedding of a token: `first` + position of `table`, 0 of `types`.
+    """Tables of which encoders add rows to the embedding of a token: `first` + position of `table`, type of `types`.
 
-    Type 0 is that of texts that are no pair. Encoders with rotary embedding have no table.
+    Tokens have type 0, except in pairs of texts. Encoders with rotary embedding have no table.
     """
 
     table: LinearSpec | None
     types: LinearSpec
     first: int = 0
+
+
+@dataclass(frozen=True)
+class ClassifierSpec:
+    """A head with one output for a text or a pair: out(tanh(dense(x))), x being the final state of the first token."""
+
+    dense: LinearSpec
+    out: LinearSpec
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,32 @@ import torch
 from starlette.requests import Request as HttpRequest
 from torch import Tensor
 
+from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
 from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.server.http.api_error import ApiError, ContextError
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
+from mycli.runtime.tokenizer.tokenizer import TextPair
 
 # Texts of one request that are queued at a time. A request may have 2,048, and other clients' requests run in between.
 TEXTS_TOGETHER = 32
 
 
 class VectorReader:
-    """Converts the output of a sequence to its vector, or to its scores if `embedder` is None."""
+    """Converts the hidden states of a sequence to a vector with `compute`, or returns its scores if that is None."""
 
-    def __init__(self, index: int, embedder: Embedder | None, dimensions: int | None = None) -> None:
-        self.index, self._embedder, self._dimensions = index, embedder, dimensions
+    def __init__(self, index: int, compute: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.index, self._compute = index, compute
 
     def feed(self, output: SequenceOutput) -> Piece:
         """Return a piece without text; the last one has the vector."""
         if output.finish_reason is None:
             return Piece(self.index, cached_tokens=output.cached_tokens)
         vector: Tensor | None = output.scores
-        if self._embedder is not None and output.hidden is not None:
-            vector = self._embedder.vector(output.hidden, self._dimensions)
+        if self._compute is not None and output.hidden is not None:
+            vector = self._compute(output.hidden)
         problem = "" if output.error is None else output.error.message
         end = output.finish_reason
         return Piece(
@@ -45,7 +47,10 @@ class VectorReader:
 def embedder_of(service: Service) -> Embedder:
     """Return the embedder of the model. Raises ApiError if it has none."""
     if service.loaded.embedder is None:
-        message = f"{service.name} computes no embeddings: its folder has no modules.json of sentence-transformers"
+        why = "its folder has no modules.json of sentence-transformers"
+        if service.loaded.cross_encoder is not None:
+            why = "it is a reranker, for /v1/rerank"
+        message = f"{service.name} computes no embeddings: {why}"
         raise ApiError(400, message, "not_an_embedding_model", param="model")
     return service.loaded.embedder
 
@@ -76,20 +81,26 @@ def vector_requests(embedder: Embedder, texts: Sequence[Sequence[int]], dimensio
         raise ApiError(400, message, "invalid_value", param="dimensions")
     states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
     requests = [Request(tuple(ids), limit=0, hidden_states=states) for ids in texts]
-    return _grouped(requests, lambda index: VectorReader(index, embedder, dimensions))
+    return _grouped(requests, lambda states: embedder.vector(states, dimensions))
 
 
 def score_requests(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[Prepared]:
     """Return the requests for the logits of `tokens` after each of `texts`."""
     requests = [Request(tuple(ids), limit=0, scored_tokens=tuple(tokens)) for ids in texts]
-    return _grouped(requests, lambda index: VectorReader(index, None))
+    return _grouped(requests, None)
 
 
-def _grouped(requests: Sequence[Request], reader: Callable[[int], VectorReader]) -> list[Prepared]:
+def pair_requests(encoder: CrossEncoder, pairs: Sequence[TextPair]) -> list[Prepared]:
+    """Return the requests for the scores of `pairs`."""
+    return _grouped([encoder.request(pair) for pair in pairs], encoder.score)
+
+
+def _grouped(requests: Sequence[Request], compute: Callable[[Tensor], Tensor] | None) -> list[Prepared]:
     groups = [requests[start : start + TEXTS_TOGETHER] for start in range(0, len(requests), TEXTS_TOGETHER)]
     return [
         Prepared(
-            [(request, [reader(index)]) for index, request in enumerate(group)], [request.prompt for request in group]
+            [(request, [VectorReader(index, compute)]) for index, request in enumerate(group)],
+            [request.prompt for request in group],
         )
         for group in groups
     ]

@@ -38,6 +38,7 @@ from mycli.runtime.tokenizer.parsing.tool_formats import (
     model_tool_format,
 )
 from mycli.runtime.tokenizer.prompt_difference import Difference, PromptParts
+from mycli.runtime.tokenizer.tokenizer import TextPair
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,13 @@ class Service(ServerState):
         except UserError as error:
             raise from_user_error(error, "prompt") from None
 
+    def pair_prompt(self, first: str, second: str, param: str) -> TextPair:
+        """Return the tokens of two texts as a reranker reads them. Raises ApiError about `param`."""
+        try:
+            return self.loaded.tokenizer.encode_pair(first, second)
+        except UserError as error:
+            raise from_user_error(error, param) from None
+
     def fim_prompt(
         self,
         prefix: str,
@@ -184,10 +192,11 @@ class Service(ServerState):
             raise ApiError(400, message, "invalid_value", param=param)
 
     def check_generates(self) -> None:
-        """Raise ApiError for a model that computes embeddings alone."""
-        if self.loaded.runner.config.bidirectional:
-            message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
-            raise ApiError(400, message, "embedding_model", param="model")
+        """Raise ApiError for a model that computes embeddings or scores alone."""
+        config = self.loaded.runner.config
+        if config.bidirectional:
+            message = f"{self.name} {config.purpose} and does not generate text: its attention is bidirectional"
+            raise ApiError(400, message, "embedding_model" if config.classifier is None else "reranker", param="model")
 
     def check_fits(self, prompt: Sequence[int], limit: int | None, param: str) -> None:
         """Raise ApiError, with the token counts, if the prompt and `limit` tokens more exceed the context."""

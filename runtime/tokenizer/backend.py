@@ -75,6 +75,12 @@ class Pipeline:
             return _call(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)[1:]
         return _call(lambda: list(tokenizer.encode(text, add_special_tokens=False).ids))[1:]
 
+    def encode_pair(self, first: str, second: str, plain: bool) -> tuple[list[int], list[int]]:
+        """Return the ids and types of the tokens of two texts, with the special tokens of a pair. Raises ModelError."""
+        tokenizer = self._plain if plain else self._whole
+        encoding = _call(lambda: tokenizer.encode_batch([(first, second)])[0])
+        return list(encoding.ids), list(encoding.type_ids)
+
     def normalize(self, text: str) -> str:
         normalizer: Any = self._whole.normalizer
         return text if normalizer is None else _call(lambda: str(normalizer.normalize_str(text)))
@@ -107,6 +113,10 @@ class GuardedPipeline:
         ids: list[int] = self._call(["encode", text, add_special, plain, inside], _seconds(text))
         return ids
 
+    def encode_pair(self, first: str, second: str, plain: bool) -> tuple[list[int], list[int]]:
+        ids, types = self._call(["encode_pair", first, second, plain], _seconds(first + second))
+        return ids, types
+
     def normalize(self, text: str) -> str:
         return str(self._call(["normalize", text], _seconds(text)))
 
@@ -129,7 +139,12 @@ def handler(path: str) -> Callable[[Any], Any]:
     """Return the worker's handler of requests [method of `Pipeline`, arguments...] for the file at `path`."""
     pipeline = Pipeline(Path(path).read_bytes())
     methods: dict[str, Callable[..., Any]]
-    methods = {"encode": pipeline.encode, "normalize": pipeline.normalize, "token_ids": pipeline.token_ids}
+    methods = {
+        "encode": pipeline.encode,
+        "encode_pair": pipeline.encode_pair,
+        "normalize": pipeline.normalize,
+        "token_ids": pipeline.token_ids,
+    }
     return lambda request: methods[request[0]](*request[1:])
 
 
@@ -167,12 +182,13 @@ def _trusted_pre_tokenizer(step: Mapping[str, Any]) -> bool:
 def _trusted_post_processor(step: Mapping[str, Any]) -> bool:
     if step.get("type") != "TemplateProcessing":
         return step.get("type") == "ByteLevel"
-    defined, pieces = step.get("special_tokens"), step.get("single")
-    if not isinstance(defined, dict) or not isinstance(pieces, list):
+    defined, lists = step.get("special_tokens"), [step.get(name) for name in ("single", "pair") if name in step]
+    pieces = [piece for part in lists if isinstance(part, list) for piece in part]
+    if not isinstance(defined, dict) or "single" not in step or not all(isinstance(part, list) for part in lists):
         return False
     # A piece that special_tokens does not define makes the library panic at the first encoding.
     names = [piece["SpecialToken"].get("id") for piece in pieces if isinstance(piece, dict) and "SpecialToken" in piece]
-    return len(pieces) <= MAX_STEPS and all(name in defined for name in names)
+    return len(pieces) <= 2 * MAX_STEPS and all(name in defined for name in names)
 
 
 def _trusted_model(model: Any) -> bool:

@@ -260,7 +260,9 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
 
 def _between_ends(metadata: Fields, tokens: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
     # The post-processor of an encoder; texts: of its tokens around a text, where the file does not say their ids.
-    special, pieces = {}, []
+    # As in BERT the tokens of a pair have types, as in RoBERTa there are two tokens between its texts.
+    special: dict[str, Any] = {}
+    pieces: list[dict[str, Any]] = []
     for text, keys in zip(texts, _ENDS, strict=True):
         ids = (token_id(metadata, key, len(tokens)) for key in keys)
         index = next((index for index in ids if index is not None), None)
@@ -269,8 +271,14 @@ def _between_ends(metadata: Fields, tokens: Sequence[str], texts: Sequence[str])
         index = tokens.index(text) if index is None else index
         special[tokens[index]] = {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]}
         pieces.append({"SpecialToken": {"id": tokens[index], "type_id": 0}})
-    pieces.insert(1, {"Sequence": {"id": "A", "type_id": 0}})
-    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
+    start, end = pieces
+    single = [start, {"Sequence": {"id": "A", "type_id": 0}}, end]
+    if texts[0] == "<s>":
+        pair = [*single, end, {"Sequence": {"id": "B", "type_id": 0}}, end]
+    else:
+        second = {"SpecialToken": {**end["SpecialToken"], "type_id": 1}}
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}, second]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
 
 
 def _unigram(metadata: Fields) -> dict[str, Any]:

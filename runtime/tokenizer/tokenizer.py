@@ -6,6 +6,7 @@ spelled in a text stay text (`special_tokens`); unusual tokenizers run in a work
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,25 @@ MAX_TOKENS = 1 << 22
 SENTENCEPIECE = "tokenizer.model"
 MAX_ADDED = 100_000
 MAX_TEXT = 1 << 22  # characters per call; callers split longer texts
+
+
+# Classes of transformers whose models get no token types, unless `model_input_names` says otherwise.
+_WITHOUT_TYPES = ("Camembert", "MPNet", "Roberta", "XLMRoberta")
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """The tokens of two texts with the special tokens of a pair; types: of each token, empty if no model has any."""
+
+    ids: tuple[int, ...]
+    types: tuple[int, ...]
+
+
+def _names_types(settings: Fields) -> bool:
+    names = settings.values.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return not str(settings.values.get("tokenizer_class")).startswith(_WITHOUT_TYPES)
 
 
 def _read_vocabulary(raw: Fields, vocab_size: int) -> list[str | None]:
@@ -143,6 +163,7 @@ class Tokenizer:
         response_template: Fields | None = None,
         add_eos: bool = False,
         fim_names: Mapping[str, str] | None = None,
+        has_types: bool = True,
     ) -> None:
         self.vocabulary = vocabulary
         self.template = template
@@ -158,6 +179,7 @@ class Tokenizer:
         self.eos: tuple[int, ...] = () if eos is None else (eos,)
         self._add_eos = add_eos
         self._fim_names = fim_names or {}
+        self._has_types = has_types
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
@@ -223,6 +245,7 @@ class Tokenizer:
             else None,
             settings.values.get("add_eos_token") is True,
             special_tokens_map(settings, fim_names),
+            _names_types(settings),
         )
 
     def use_template(self, options: TemplateOptions) -> None:
@@ -259,6 +282,19 @@ class Tokenizer:
             return self._encoder.encode(text, add_special, plain=False, inside=False)
         ids = self._encode_plain(text, inside=False)
         return self._encoder.encode(text, True, plain=True, inside=False) if add_special else ids
+
+    def encode_pair(self, first: str, second: str) -> TextPair:
+        """Return two texts as the tokenizer joins them for a reranker; control tokens spelled in them stay text.
+
+        Raises as `encode`.
+        """
+        _check_texts([first, second])
+        plain = self._control.spelled_in([first, second])
+        if plain:
+            for text in (first, second):
+                self._encode_plain(text, inside=False)  # checks it
+        ids, types = self._encoder.encode_pair(first, second, plain)
+        return TextPair(tuple(ids), tuple(types) if self._has_types and any(types) else ())
 
     @cached_property
     def fim_tokens(self) -> FimTokens | None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForSequenceClassification,
     Gemma3TextConfig,
     Gemma3TextModel,
     LlamaConfig,
@@ -111,12 +112,17 @@ def word_piece_tokenizer(folder: Path) -> None:
         {"Sequence": {"id": "A", "type_id": 0}},
         {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
     ]
+    second: list[dict[str, Any]] = [
+        {"Sequence": {"id": "B", "type_id": 1}},
+        {"SpecialToken": {"id": "[SEP]", "type_id": 1}},
+    ]
+    pair = [*single, *second]
     tokenizer = {
         "version": "1.0",
         "added_tokens": [{**flags, **token} for token in special],
         "normalizer": {"type": "BertNormalizer", **bert},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": ends},
+        "post_processor": {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": ends},
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
@@ -131,16 +137,30 @@ def word_piece_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **names}))
 
 
-def encoder(folder: Path, model_type: str = "bert", pooling: str = "cls_token", **shape: Any) -> Path:
-    """Write an encoder as BGE: bidirectional, first-token pooling, normalized."""
-    torch.manual_seed(4)
+def _random_encoder(factory: Any, model_type: str, shape: dict[str, Any]) -> Any:
     small = {key: value for key, value in _SMALL.items() if key not in ("num_key_value_heads", "head_dim")}
     small |= {"max_position_embeddings": 514, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
-    model = AutoModel.from_config(AutoConfig.for_model(model_type, **{**small, **shape}))
+    model = factory.from_config(AutoConfig.for_model(model_type, **{**small, **shape}))
     with torch.no_grad():
         for parameter in model.parameters():  # biases and gains are 0 and 1 at first
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def encoder(folder: Path, model_type: str = "bert", pooling: str = "cls_token", **shape: Any) -> Path:
+    """Write an encoder as BGE: bidirectional, first-token pooling, normalized."""
+    torch.manual_seed(4)
+    model = _random_encoder(AutoModel, model_type, shape)
     _write(folder, model, [("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")], pooling)
+    word_piece_tokenizer(folder)
+    return folder
+
+
+def cross_encoder(folder: Path, model_type: str = "bert", **shape: Any) -> Path:
+    """Write a reranker with a classification head as MiniLM of MS MARCO or, as "xlm-roberta", BGE."""
+    torch.manual_seed(5)
+    model = _random_encoder(AutoModelForSequenceClassification, model_type, {"num_labels": 1, **shape})
+    model.to(torch.float32).save_pretrained(folder)
     word_piece_tokenizer(folder)
     return folder
 

@@ -36,7 +36,12 @@ if TYPE_CHECKING:  # describing a model needs no torch
     import torch
 
     from mycli.runtime.checkpoint.reader import Checkpoint
-    from mycli.runtime.checkpoint.sentence_transformers import DenseSpec, EmbeddingSpec, PoolingMode
+    from mycli.runtime.checkpoint.sentence_transformers import (
+        CrossEncoderSpec,
+        DenseSpec,
+        EmbeddingSpec,
+        PoolingMode,
+    )
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 _POOLING: Mapping[int, "PoolingMode"] = {1: "mean", 2: "cls", 3: "last"}  # by pooling_type; others compute no vectors
@@ -211,8 +216,17 @@ class GgufFolder(ModelFolder):
         """The pooling of an embedding model, whose vectors llama.cpp's server normalizes; None for other models."""
         from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
 
+        if self.config.classifier is not None:
+            return None
         pooling = _POOLING.get(self._model.integer("pooling_type", 1 if self.config.bidirectional else 0))
         return None if pooling is None else EmbeddingSpec((pooling,), tuple(self._dense_layers()), normalize=True)
+
+    @cached_property
+    def cross_encoder(self) -> "CrossEncoderSpec | None":
+        """The scores of a reranker with a head of its own: files do not say its activation; None for other models."""
+        from mycli.runtime.checkpoint.sentence_transformers import CrossEncoderSpec
+
+        return None if self.config.classifier is None else CrossEncoderSpec()
 
     def _dense_layers(self) -> Iterator["DenseSpec"]:
         from mycli.runtime.checkpoint.sentence_transformers import DenseSpec

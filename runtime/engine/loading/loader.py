@@ -29,6 +29,7 @@ from mycli.runtime.utils import version
 
 if TYPE_CHECKING:  # few models compute embeddings
     from mycli.runtime.checkpoint.sentence_transformers import ScoreSpec
+    from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
     from mycli.runtime.engine.replies.embedder import Embedder
 
 
@@ -91,7 +92,8 @@ class LoadedModel:
     warnings: tuple[str | Declined, ...]
     embedder: "Embedder | None" = None  # of a model that computes embeddings
     fingerprint: str = ""
-    score: "ScoreSpec | None" = None  # of a reranker that says it
+    score: "ScoreSpec | None" = None  # of a generative reranker that says it
+    cross_encoder: "CrossEncoder | None" = None  # of a reranker with a head of its own
 
     @property
     def vocabulary_size(self) -> int:
@@ -127,15 +129,33 @@ class LoadedModel:
         for text in dropped if config.bidirectional else (*dropped, *missing):
             add(text)
         runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
-        spec, embedder = folder.embedding, None
-        if spec is not None:
-            from mycli.runtime.engine.replies.embedder import Embedder
-
-            embedder = Embedder(spec, config.hidden_size)
-        ends = frozenset(ids)
         return cls(
-            runner, tokenizer, defaults, ends, tuple(warnings), embedder, _fingerprint(folder, runner), folder.score
+            runner,
+            tokenizer,
+            defaults,
+            frozenset(ids),
+            tuple(warnings),
+            _embedder(folder),
+            _fingerprint(folder, runner),
+            folder.score,
+            _cross_encoder(folder, runner, tokenizer),
         )
+
+
+def _embedder(folder: ModelFolder) -> "Embedder | None":
+    if folder.embedding is None:
+        return None
+    from mycli.runtime.engine.replies.embedder import Embedder
+
+    return Embedder(folder.embedding, folder.config.hidden_size)
+
+
+def _cross_encoder(folder: ModelFolder, runner: ModelRunner, tokenizer: Tokenizer) -> "CrossEncoder | None":
+    if folder.cross_encoder is None:
+        return None
+    from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
+
+    return CrossEncoder(folder.cross_encoder, runner.model, tokenizer)
 
 
 def _vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -27,7 +27,7 @@ def decline_model(model: Transformer, passes: Passes, embeds: bool) -> Declined 
 
 def require_portable(folder: ModelFolder, model: Transformer, passes: Passes) -> None:
     """Raise ModelError unless all of the model is computed with portable bits."""
-    declined = decline_model(model, passes, folder.embedding is not None)
+    declined = decline_model(model, passes, folder.embedding is not None or folder.cross_encoder is not None)
     if declined is not None:
         message = "this model has no portable bits on this machine"
         raise ModelError(message, code="without-portable-bits", data={"declined": declined})

@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.checkpoint.sentence_transformers import DenseSpec, EmbeddingSpec
 from mycli.runtime.errors import ModelError
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+VECTOR_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
     "ReLU": torch.relu,
@@ -26,7 +26,7 @@ class Embedder:
     def __init__(self, spec: EmbeddingSpec, hidden_size: int) -> None:
         self.spec = spec
         self.size = spec.size(hidden_size)
-        self._dense = [(*_read(dense), _ACTIVATIONS[dense.activation]) for dense in spec.dense]
+        self._dense = [(*_read(dense), VECTOR_ACTIVATIONS[dense.activation]) for dense in spec.dense]
 
     @torch.inference_mode()
     def vector(self, states: Tensor, dimensions: int | None = None) -> Tensor:

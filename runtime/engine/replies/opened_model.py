@@ -102,6 +102,8 @@ class OpenedModel:
         from mycli.runtime.engine.sequence import Request
 
         embedder = self.model.embedder
+        if self.model.cross_encoder is not None:
+            raise ModelError("the model computes no embeddings: it scores pairs of texts", code="reranker")
         if embedder is None:
             raise ModelError("the model computes no embeddings: its folder has no modules.json", code="embedding-model")
         try:

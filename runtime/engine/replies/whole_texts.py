@@ -7,8 +7,8 @@ from collections import deque
 
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.bidirectional import encode_texts
+from mycli.runtime.models.config import not_generative
 
 
 class WholeTexts:
@@ -26,7 +26,7 @@ class WholeTexts:
     def submit(self, request: Request) -> int:
         """Queue a text and return its number. Raises UsageError for a request of anything but hidden states."""
         if request.hidden_states is None:
-            raise UsageError("this model computes embeddings: its attention is bidirectional", code="embedding-model")
+            raise not_generative(self._runner.config)
         request.reply_limit(self._context, self._context)
         self._numbers += 1
         self._waiting.append((self._numbers, request))
@@ -49,7 +49,7 @@ class WholeTexts:
             tokens += len(batch[-1][1].prompt)
         texts = [request.prompt for _, request in batch]
         rope = self._runner.rope(max(map(len, texts)))
-        states = encode_texts(self._runner.model, texts, rope)
+        states = encode_texts(self._runner.model, texts, rope, [request.token_types for _, request in batch])
         return [
             SequenceOutput(
                 number, finish_reason="length", hidden=part[-1:] if request.hidden_states == "last" else part

@@ -1,12 +1,11 @@
-"""BERT encoders, which compute embeddings: BGE, E5, GTE, MiniLM, mxbai, Snowflake Arctic; norms follow the sums."""
+"""BERT encoders, for embeddings (BGE, E5, GTE, MiniLM, mxbai, Snowflake Arctic) and reranking; norms follow sums."""
 
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import ActivationName, LinearSpec, PositionSpec
+from mycli.runtime.models.part_spec import ActivationName, ClassifierSpec, LinearSpec, PositionSpec
 from mycli.runtime.utils.json_fields import Fields
 
 _GELU: dict[str, ActivationName] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -17,7 +16,8 @@ _PREFIXES = (
     ("encoder.layer.", "model.layers."),
 )
 # Heads of training, and the positions 0, 1, 2, ... that older versions stored.
-_UNREAD = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.", "model.embeddings.position_ids")
+_UNREAD = ("cls.", "lm_head.", "model.embeddings.position_ids")
+_POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.")
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
@@ -39,7 +39,9 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         gate_up=(replace(llama.dense_mlp.gate_up[0], name=f"{name}.intermediate.dense"),),
         down=replace(llama.dense_mlp.down, name=f"{name}.output.dense"),
     )
-    return replace(llama, mixer=attention, mlp=mlp, normed_residual=True, ignored_prefixes=_UNREAD)
+    read = "" if config.classifier is None else config.classifier.dense.name
+    unread = (*_UNREAD, *(prefix for prefix in _POOLERS if not read.startswith(prefix)))
+    return replace(llama, mixer=attention, mlp=mlp, normed_residual=True, ignored_prefixes=unread)
 
 
 def read(raw: Fields) -> ModelConfig:
@@ -52,10 +54,6 @@ def read_bert(raw: Fields, root: str, first_position: int = 0) -> ModelConfig:
     # Files without a dtype are in fp32, in which transformers writes by default.
     raw = hf_config.with_defaults(raw, rms_norm_eps=1e-12, dtype=raw.text("torch_dtype", "float32"))
     hf_config.require(raw, position_embedding_type="absolute", is_decoder=False)
-    classifiers = [name for name in raw.array("architectures", str, 16) if name.endswith("SequenceClassification")]
-    if classifiers:
-        message = f"{classifiers[0]!r:.60} is not supported: it scores pairs of texts with a head of its own"
-        raise raw.fail("architectures", message, UNSUPPORTED_HINT)
     fields = hf_config.common(raw, handled=("use_bidirectional_attention",), activations=_GELU)
     hidden, rows = fields["hidden_size"], fields["max_context"]
     if rows <= first_position:
@@ -76,4 +74,15 @@ def read_bert(raw: Fields, root: str, first_position: int = 0) -> ModelConfig:
         stored_prefixes=(*_PREFIXES, *((f"{root}.{stored}", name) for stored, name in _PREFIXES)),
         build_layer=layer,
         bidirectional=True,
+        classifier=_classifier(raw, hidden),
     )
+
+
+def _classifier(raw: Fields, hidden: int) -> ClassifierSpec | None:
+    name = hf_config.reranker_class(raw)
+    if name is None:
+        return None
+    dense, out = ("bert.pooler.dense", "classifier")
+    if name.endswith("RobertaForSequenceClassification"):
+        dense, out = ("classifier.dense", "classifier.out_proj")
+    return ClassifierSpec(LinearSpec(dense, hidden, hidden, bias=True), LinearSpec(out, 1, hidden, bias=True))

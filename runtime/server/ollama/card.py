@@ -95,9 +95,10 @@ def model_card(folder: ModelFolder) -> ModelCard:
     counts = Counter(packing.name for packing in folder.packings.values())
     gguf = any(name.endswith(".gguf") for name in sizes)
     family = config.model_type
+    kinds: tuple[str, ...] = ()  # of a reranker, which Ollama has no name for
     if folder.embedding is not None:
-        kinds: tuple[str, ...] = ("embedding",)
-    else:
+        kinds = ("embedding",)
+    elif not config.bidirectional:
         kinds = (
             "completion",
             *(("tools",) if source else ()),

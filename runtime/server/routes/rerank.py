@@ -1,10 +1,11 @@
 """POST /v1/rerank: the relevance of documents to a query, in the format of Jina and Cohere.
 
-With an embedding model the score is the cosine similarity of the vectors; with a generative model such as
-Qwen3-Reranker, the probability of "yes" against "no" after a prompt with query and document.
+With a reranker that has a head of its own the score is that of sentence-transformers' CrossEncoder; with an embedding
+model, the cosine similarity of the vectors; with a generative model such as Qwen3-Reranker, the probability of "yes"
+against "no" after a prompt with query and document.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,15 +13,18 @@ import torch
 from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
+from torch import Tensor
 
+from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
 from mycli.runtime.server.embedding import (
     cosine,
     embedding_ids,
+    pair_requests,
     run_vectors,
     score_requests,
     vector_requests,
 )
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, ContextError
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.requests.schemas import ForModel, LongText, Strict
 from mycli.runtime.server.routes.embeddings import prompt_text
@@ -60,23 +64,22 @@ class RerankRequest(ForModel):
 
 @dataclass(frozen=True)
 class _Work:
+    """Requests, and how the scores follow from their vectors."""
+
     groups: Sequence[Prepared]
-    scored: bool  # the vectors are logits of "no" and "yes"
+    scores: Callable[[Sequence[Tensor]], list[float]]
 
 
 async def rerank(service: Service, request: Request) -> Response:
     """Return documents in the order of their relevance to a query."""
 
     def prepare(body: RerankRequest) -> _Work:
-        return _vector_work(service, body) if service.loaded.embedder is not None else _scored_work(service, body)
+        if service.loaded.cross_encoder is not None:
+            return _pair_work(service, body, service.loaded.cross_encoder)
+        return _vector_work(service, body) if service.loaded.embedder is not None else _answer_work(service, body)
 
     body, work = await read_request(service, request, RerankRequest, prepare)
-    vectors = await run_vectors(service, request, work.groups)
-    if work.scored:
-        scores = [float(torch.softmax(vector.float(), 0)[1]) for vector in vectors]
-    else:
-        query, *documents = vectors
-        scores = [cosine(query, document) for document in documents]
+    scores = work.scores(await run_vectors(service, request, work.groups))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     results: list[dict[str, Any]] = []
     for index in order:
@@ -93,6 +96,28 @@ def _text(document: LongText | RankedText) -> str:
     return document if isinstance(document, str) else document.text
 
 
+def _pair_work(service: Service, body: RerankRequest, encoder: CrossEncoder) -> _Work:
+    prompt = encoder.spec.prompt if body.instruction is None else body.instruction
+    pairs = []
+    for document in body.documents:
+        pair = service.pair_prompt(prompt + body.query, _text(document), "documents")
+        service.check_fits(pair.ids, None, "documents")
+        longest = encoder.spec.max_tokens
+        if longest is not None and len(pair.ids) > longest:
+            raise ContextError(len(pair.ids), None, longest, param="documents", room=0)
+        pairs.append(pair)
+    return _Work(pair_requests(encoder, pairs), lambda scores: [float(score) for score in scores])
+
+
+def _similarities(vectors: Sequence[Tensor]) -> list[float]:
+    query, *documents = vectors
+    return [cosine(query, document) for document in documents]
+
+
+def _probabilities(logits: Sequence[Tensor]) -> list[float]:
+    return [float(torch.softmax(pair.float(), 0)[1]) for pair in logits]
+
+
 def _vector_work(service: Service, body: RerankRequest) -> _Work:
     embedder = service.loaded.embedder
     assert embedder is not None
@@ -100,14 +125,14 @@ def _vector_work(service: Service, body: RerankRequest) -> _Work:
     prompt = prompt_text(service, None, "document")
     texts = [embedding_ids(service, body.query, before, False, "query")]
     texts += [embedding_ids(service, _text(document), prompt, False, "documents") for document in body.documents]
-    return _Work(vector_requests(embedder, texts, None), False)
+    return _Work(vector_requests(embedder, texts, None), _similarities)
 
 
-def _scored_work(service: Service, body: RerankRequest) -> _Work:
+def _answer_work(service: Service, body: RerankRequest) -> _Work:
     before, after = service.tag_ids(_BEFORE), service.tag_ids(_AFTER)
     answers = [service.text_prompt(word, False) for word in ("no", "yes")]
     if len(service.tag_ids("<|im_start|>")) != 1 or any(len(ids) != 1 for ids in answers):
-        message = f"{service.name} does not rerank: it is neither an embedding model nor has Qwen's chat markup"
+        message = f"{service.name} does not rerank: no reranker's head, no embeddings, no Qwen chat markup"
         raise ApiError(400, message, "not_a_reranker", param="model")
     score = service.loaded.score
     if score is not None and [[score.false], [score.true]] != answers:
@@ -122,4 +147,4 @@ def _scored_work(service: Service, body: RerankRequest) -> _Work:
         ids = [*before, *service.text_prompt(pair, False), *after]
         service.check_fits(ids, None, "documents")
         texts.append(ids)
-    return _Work(score_requests(texts, [ids[0] for ids in answers]), True)
+    return _Work(score_requests(texts, [ids[0] for ids in answers]), _probabilities)

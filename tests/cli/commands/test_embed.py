@@ -9,12 +9,16 @@ import numpy
 import pytest
 import torch
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
+from mycli.runtime.layers.bidirectional import encode_texts
 from mycli.runtime.open import open_model
 from tests.support.command_line import Mycli
-from tests.support.embedding_models import PROMPTS, embedding_gemma, encoder, qwen3_embedding
+from tests.support.embedding_models import PROMPTS, cross_encoder, embedding_gemma, encoder, qwen3_embedding
+from tests.support.models import CPU
 
 TEXTS = ["Hello there", "What is the capital?", "x"]
 
@@ -77,6 +81,30 @@ def test_an_encoder_neither_chats_nor_has_a_perplexity(
     refused = mycli(command, str(encoder(tmp_path / "bert")), *rest, "--device", "cpu", input="Hello")
     assert refused.returncode == 2 and refused.stdout == ""
     assert "computes embeddings" in refused.stderr and "mycli embed" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "embed"])
+def test_a_reranker_names_its_route(mycli: Mycli, tmp_path: Path, command: str) -> None:
+    folder = cross_encoder(tmp_path / "bert")
+    texts = ("Hello",) if command == "run" else ()
+    refused = mycli(command, str(folder), *texts, "--device", "cpu", input="Hello")
+    assert refused.returncode in (2, 3) and "scores pairs of texts" in refused.stderr, refused.stderr
+    assert "POST /v1/rerank" in refused.stderr
+
+
+def test_a_quantized_reranker_keeps_its_head(mycli: Mycli, tmp_path: Path) -> None:
+    folder, target = cross_encoder(tmp_path / "bert"), tmp_path / "quantized"
+    flags = ("--bits", "8", "--method", "rtn", "--group", "32", "--report", "none", "-q")
+    made = mycli("quantize", str(folder), *flags, "-o", str(target))
+    assert made.returncode == 0, made.stderr
+    scores = []
+    for path in (folder, target):
+        loaded = LoadedModel.load(open_model_folder(path), CPU)
+        assert loaded.cross_encoder is not None
+        request = loaded.cross_encoder.request(loaded.tokenizer.encode_pair("a", "the cat"))
+        states = encode_texts(loaded.runner.model, [request.prompt], loaded.runner.rope(64), [request.token_types])
+        scores.append(float(loaded.cross_encoder.score(states[0])))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3) and scores[0] != scores[1]
 
 
 @pytest.mark.parametrize(

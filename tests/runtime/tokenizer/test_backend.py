@@ -56,6 +56,8 @@ def test_tame(values: dict[str, Any]) -> None:
         ),
         pytest.param({"normalizer": {"type": "Sequence", "normalizers": None}}, id="malformed"),
         pytest.param({"normalizer": ["NFC"]}, id="list"),
+        pytest.param({"post_processor": {**special("<s>"), "pair": special("</s>")["single"]}}, id="C2-pair"),
+        pytest.param({"post_processor": {**special("<s>"), "pair": None}}, id="pair-malformed"),
         pytest.param({"pre_tokenizer": split(Regex="(a+)+")}, id="C4-regex"),
         pytest.param({"pre_tokenizer": split(String="")}, id="C4-empty-pattern"),
         pytest.param({"pre_tokenizer": {"type": "New"}}, id="unknown-kind"),

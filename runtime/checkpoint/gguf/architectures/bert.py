@@ -23,6 +23,19 @@ def encoder_config(model: GgufModel, activation: str, **tables: str) -> Config:
     return {"hidden_act": activation, "use_bidirectional_attention": True, **_rows(model, tables)}
 
 
+def _read_config(model: GgufModel, config: Config) -> Config:
+    tables = {"max_position_embeddings": "position_embd.weight", "type_vocab_size": "token_types.weight"}
+    config = encoder_config(model, "gelu", **tables)
+    head = model.tensors.get("cls.output.weight")
+    if head is None:
+        return config
+    if "cls.weight" not in model.tensors:
+        problem = "is a head without cls.weight: llama.cpp's converter leaves out the pooler of BERT, which it needs"
+        raise model.metadata.fail("cls.output.weight", problem, "use the repository that holds safetensors files")
+    labels = head.shape[0] if len(head.shape) > 1 else 1
+    return {**config, "architectures": ["RobertaForSequenceClassification"], "num_labels": labels}
+
+
 ARCHITECTURE = Architecture(
     name="bert",
     model_type="bert",
@@ -41,9 +54,9 @@ ARCHITECTURE = Architecture(
         "token_embd_norm": TensorRule("model.embeddings.LayerNorm"),
         "position_embd": TensorRule("model.embeddings.position_embeddings"),
         "token_types": TensorRule("model.embeddings.token_type_embeddings"),
+        "cls": TensorRule("classifier.dense"),
+        "cls.output": TensorRule("classifier.out_proj"),
     },
     epsilon=LAYER_NORM_EPSILON,
-    read_config=lambda model, config: encoder_config(
-        model, "gelu", max_position_embeddings="position_embd.weight", type_vocab_size="token_types.weight"
-    ),
+    read_config=_read_config,
 )

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.engine.loading.loader import LoadedModel, load_model
 from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.bidirectional import encode_texts
-from tests.support.embedding_models import WORD_PIECES, encoder
+from mycli.runtime.tokenizer.tokenizer import TextPair
+from tests.support.embedding_models import WORD_PIECES, cross_encoder, encoder
 from tests.support.models import CPU
 
 TEXT = "The cat sat, what? ЖÉ"
@@ -61,6 +62,9 @@ def write(folder: Path, path: Path, arch: str, pooling: int, keys: dict[str, Any
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
         add.get(type(value), writer.add_array)(key, value)
     for name, tensor in load_file(folder / "model.safetensors").items():
+        name = name.removeprefix("roberta.").removeprefix("bert.")
+        if arch == "bert" and name.startswith("classifier.") and name.count(".") == 1:
+            name = name.replace("classifier.", "classifier.out_proj.")  # as the converter does for BERT
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.startswith("pooler."):
             continue
@@ -98,6 +102,28 @@ def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     assert opened.config.max_context == original.config.max_context
 
 
+def test_a_reranker_has_the_scores_of_its_folder(tmp_path: Path) -> None:
+    folder = cross_encoder(tmp_path / "hf", "xlm-roberta", type_vocab_size=1)
+    original = LoadedModel.load(open_model_folder(folder), CPU)
+    path = write(folder, tmp_path / "a.gguf", "bert", 4, word_pieces())
+    opened = LoadedModel.load(open_model_folder(path), CPU)
+    scores = []
+    for loaded in (original, opened):
+        assert loaded.cross_encoder is not None and loaded.embedder is None
+        tokens = loaded.cross_encoder.request(loaded.tokenizer.encode_pair("a cat", TEXT))
+        states = encode_texts(loaded.runner.model, [tokens.prompt], loaded.runner.rope(64), [tokens.token_types])
+        scores.append(loaded.cross_encoder.score(states[0]))
+    assert opened.tokenizer.encode_pair("a", "b") == original.tokenizer.encode_pair("a", "b")
+    torch.testing.assert_close(*scores, rtol=1e-6, atol=1e-6)
+
+
+def test_a_reranker_without_its_pooler_is_refused(tmp_path: Path) -> None:
+    """llama.cpp's converter leaves it out, so that the file scores pairs otherwise than its model."""
+    folder = cross_encoder(tmp_path / "hf", "bert")
+    with pytest.raises(ModelError, match=r"cls.output.weight is a head without cls.weight"):
+        open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 4, word_pieces()))
+
+
 def test_a_unigram_vocabulary(tmp_path: Path) -> None:
     """As of BGE-M3: scores decide, and a map of characters comes first; this one has no entry."""
     folder = encoder(tmp_path / "hf", "xlm-roberta")
@@ -119,6 +145,7 @@ def test_a_unigram_vocabulary(tmp_path: Path) -> None:
     tokenizer = open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 2, keys)).tokenizer()
     assert tokenizer.encode("the  cat ж", add_special=True) == [0, 5, 10, 7, 4, 3, 2]
     assert tokenizer.decode([0, 5, 10, 7, 2]) == "the cat"
+    assert tokenizer.encode_pair("the", "cat") == TextPair((0, 5, 2, 2, 10, 7, 2), ())
 
 
 def test_a_vocabulary_with_capitals_is_cased(tmp_path: Path) -> None:
