@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Attention(LayerPart):
     sums_last_product = True
 
-    def __init__(self, spec: AttentionSpec, layer: int, normed_residual: bool = False) -> None:
-        super().__init__(spec, normed_residual)
+    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+        super().__init__(spec, spec.normed_residual)
         self.spec = spec
         self._layer = layer
         self.qkv = Linear(spec.products()["qkv"], stacked_on_gpu=True)
@@ -279,7 +279,7 @@ BlockPart = LayerPart | Parallel | AlternatingUpdates
 
 def _mixer(spec: LayerSpec) -> Attention | LatentAttention | Recurrent | None:
     if isinstance(spec.mixer, AttentionSpec):
-        return Attention(spec.mixer, spec.index, spec.normed_residual)
+        return Attention(spec.mixer, spec.index)
     if isinstance(spec.mixer, LatentAttentionSpec):
         return LatentAttention(spec.mixer, spec.index)
     return None if spec.mixer is None else Recurrent(spec.mixer, spec.index)
@@ -289,12 +289,12 @@ def _second_half(spec: LayerSpec, streamed: "tuple[int, ExpertReads] | None") ->
     if spec.mlp is None:
         return None
     if isinstance(spec.mlp, MlpSpec):
-        return Mlp(spec.mlp, spec.normed_residual)
+        return Mlp(spec.mlp)
     if streamed is not None and streamed[0] < len(spec.mlp.experts):
         from mycli.runtime.layers.streamed_experts import StreamedExperts
 
-        return StreamedExperts(spec.mlp, *streamed, spec.normed_residual)
-    return Experts(spec.mlp, spec.normed_residual)
+        return StreamedExperts(spec.mlp, *streamed)
+    return Experts(spec.mlp)
 
 
 class Block(nn.Module):

@@ -20,8 +20,8 @@ from mycli.runtime.quantization.scheme import Packing
 class Mlp(LayerPart):
     sums_last_product = True
 
-    def __init__(self, spec: MlpSpec, normed_residual: bool = False) -> None:
-        super().__init__(spec, normed_residual)
+    def __init__(self, spec: MlpSpec) -> None:
+        super().__init__(spec, spec.normed_residual)
         self.spec = spec
         self.gate_up = Linear(spec.gate_up)
         self.down = Linear((spec.down,))
@@ -41,6 +41,9 @@ class Mlp(LayerPart):
             gate, up = gate_up.chunk(2, dim=-1)
             gate = _above_threshold(gate, self.spec.sparsity) if self.spec.sparsity else gate * self.spec.gate_scale
             gate_up = torch.cat((gate, up), dim=-1)
+        if self.spec.activation == "gelu" and self.spec.gated:  # of encoders alone: it has no kernel of its own
+            gate, up = gate_up.chunk(2, dim=-1)
+            return ACTIVATION["gelu", False](gate.contiguous()) * up
         return ACTIVATION[self.spec.activation, self.spec.gated](gate_up)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
@@ -61,8 +64,8 @@ def _above_threshold(gate: Tensor, share: float) -> Tensor:
 class Experts(LayerPart):
     """The mixture of experts that an `ExpertsSpec` declares; the shared expert, if any, is computed first."""
 
-    def __init__(self, spec: ExpertsSpec, normed_residual: bool = False) -> None:
-        super().__init__(spec, normed_residual)
+    def __init__(self, spec: ExpertsSpec) -> None:
+        super().__init__(spec)
         self.spec = spec
         self.router = Linear((spec.router,))
         self.shared = None if spec.shared is None else Mlp(spec.shared.mlp)

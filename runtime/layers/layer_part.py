@@ -67,7 +67,7 @@ class LayerPart(nn.Module):
     sums_last_product = False  # whether `sum` takes the output of the last product as it is
 
     def __init__(self, spec: PartSpec, normed_residual: bool = False) -> None:
-        """normed_residual: see `LayerSpec`."""
+        """normed_residual: see `AttentionSpec`."""
         super().__init__()
         self.norm = make_norm(spec.norm)
         self.output_norm = make_norm(spec.output_norm)

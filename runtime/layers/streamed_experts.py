@@ -59,8 +59,8 @@ class ExpertReads:
 class StreamedExperts(Experts):
     """Experts of which `slots` are in memory at a time, on the CPU; the others are read when they are chosen."""
 
-    def __init__(self, spec: ExpertsSpec, slots: int, reads: ExpertReads, normed_residual: bool = False) -> None:
-        super().__init__(spec, normed_residual)
+    def __init__(self, spec: ExpertsSpec, slots: int, reads: ExpertReads) -> None:
+        super().__init__(spec)
         self._reads = reads
         self._slots = SlotCache(slots)
         self._free: list[tuple[Sequence[Matmul], ...]] = []  # memory of empty slots

@@ -276,7 +276,8 @@ class ModelConfig:
     def norms(self) -> tuple[NormSpec, ...]:
         """Return the norms outside of layers."""
         per_layer = (self.per_layer_norm(),) if self.per_layer_width else ()
-        return (self.norm(), *per_layer, *(self.mtp_inputs()[:2] if self.is_mtp else ()))
+        head = () if self.classifier is None or self.classifier.norm is None else (self.classifier.norm,)
+        return (self.norm(), *per_layer, *head, *(self.mtp_inputs()[:2] if self.is_mtp else ()))
 
     def norm(self) -> NormSpec:
         return self.norm_spec(self.final_norm)
@@ -345,6 +346,8 @@ class ModelConfig:
         for layer in range(self.layers):
             yield from self.layer(layer).tensors()
         yield from self.norm().tensors()
+        if self.classifier is not None and self.classifier.norm is not None:
+            yield from self.classifier.norm.tensors()
         if not self.tie_embeddings and not self.is_mtp:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
             if self.head_bias:

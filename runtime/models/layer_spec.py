@@ -95,7 +95,6 @@ class LayerSpec:
     laurel: LaurelSpec | None = None
     streams: StreamsSpec | None = None
     layer_scalar: str | None = None  # tensor [1] that multiplies the layer's output
-    normed_residual: bool = False  # parts add to the output of their norm, not to its input (BERT's norms after sums)
     # Tensors [hidden] that multiply the residual stream before the sums of mixer and MLP (Doge).
     residual_gains: tuple[str, str] | None = None
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that checkpoints may contain and nothing reads
@@ -148,9 +147,11 @@ class LayerSpec:
 
     def input_source(self, product: str) -> InputSource:
         """Return what produces the inputs of `product`, as `PartSpec.input_source`; None if it feeds others too."""
-        source = next(part.input_source(product) for part in self.parts if product in part.products())
+        part = next(part for part in self.parts if product in part.products())
+        source = part.input_source(product)
         shared = self.parallel or (self.state_space is not None and product in ("qkv", "recurrent_in"))
-        shared = shared or self.normed_residual or (self.laurel is not None and product == "qkv")
+        shared = shared or (isinstance(part, AttentionSpec | MlpSpec) and part.normed_residual)
+        shared = shared or (self.laurel is not None and product == "qkv")
         if isinstance(source, NormSpec) and (shared or source.name is None):
             return None  # a norm without a tensor cannot absorb a factor
         return source

@@ -123,10 +123,16 @@ class PositionSpec:
 
 @dataclass(frozen=True)
 class ClassifierSpec:
-    """A head with one output for a text or a pair: out(tanh(dense(x))), x being the final state of the first token."""
+    """A head with one output for a text or a pair: out(norm(activation(dense(x)))).
+
+    x is the final state of the first token, or the mean of all.
+    """
 
     dense: LinearSpec
     out: LinearSpec
+    activation: Literal["tanh", "gelu"] = "tanh"
+    norm: NormSpec | None = None
+    mean: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,6 +258,7 @@ class AttentionSpec:
     differential: DifferentialSpec | None = None
     key_bias: KeyBiasSpec | None = None
     residual_scale: float = 1.0
+    normed_residual: bool = False  # the sum is with the output of `norm`, not its input (BERT's norms after sums)
 
     @property
     def softmax_scale(self) -> float:
@@ -344,6 +351,7 @@ class MlpSpec:
     inner_norm: NormSpec | None = None  # of the input of `down`
     gate_scale: float = 1.0
     sparsity: float = 0.0
+    normed_residual: bool = False  # as in `AttentionSpec`
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

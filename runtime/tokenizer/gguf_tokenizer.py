@@ -175,7 +175,10 @@ def _wrapping(metadata: Fields, tokens: Sequence[str], default_bos: bool) -> dic
         special[text] = {"id": text, "ids": [index], "tokens": [text]}
     if not special:
         return None
-    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
+    # As of ModernBERT: the second text follows the first one's end.
+    second: list[dict[str, Any]] = [{"Sequence": {"id": "B", "type_id": 0}}]
+    second += pieces[-1:] if "SpecialToken" in pieces[-1] else []
+    return {"type": "TemplateProcessing", "single": pieces, "pair": [*pieces, *second], "special_tokens": special}
 
 
 def bpe_model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:

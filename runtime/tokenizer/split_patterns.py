@@ -137,6 +137,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-2": _GPT2,
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "mellum"), _GPT2),
     **dict.fromkeys(("gigachat", "a.x-4.0"), _GPT2),
+    "modern-bert": PreTokenizer(gpt2=True, nfc=True),
     "smollm": _SMOLLM,
     **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone", "mellum2", "minerva-7b"), _SMOLLM),
     "command-r": PreTokenizer(individual_digits=True, gpt2=True, nfc=True),

@@ -333,8 +333,9 @@ class Architecture:
         # Families without experts refuse the field, so a mixture is never read as a dense model.
         if model.integer("expert_count", 0) and "expert_count" not in {key.name for key in self.keys}:
             config["num_experts"] = model.integer("expert_count")
-        if model.integer("attention.sliding_window", 0) and "sliding_window" not in {key.field for key in self.keys}:
-            raise model.metadata.fail(model.key("attention.sliding_window"), f"is not supported for {self.name}")
+        window = "attention.sliding_window"
+        if model.integer(window, 0) and window not in {key.name for key in self.keys}:
+            raise model.metadata.fail(model.key(window), f"is not supported for {self.name}")
         if self.gating and model.has("expert_gating_func") and model.integer("expert_gating_func") not in self.gating:
             raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
         config |= self.read_config(model, config)

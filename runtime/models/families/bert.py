@@ -32,16 +32,18 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
             for linear, part in zip(llama.attention.qkv, ("query", "key", "value"), strict=True)
         ),
         o=replace(llama.attention.o, name=f"{name}.attention.output.dense"),
+        normed_residual=True,
     )
     mlp = replace(
         llama.dense_mlp,
         norm=config.norm_spec(f"{name}.attention.output.LayerNorm"),
         gate_up=(replace(llama.dense_mlp.gate_up[0], name=f"{name}.intermediate.dense"),),
         down=replace(llama.dense_mlp.down, name=f"{name}.output.dense"),
+        normed_residual=True,
     )
     read = "" if config.classifier is None else config.classifier.dense.name
     unread = (*_UNREAD, *(prefix for prefix in _POOLERS if not read.startswith(prefix)))
-    return replace(llama, mixer=attention, mlp=mlp, normed_residual=True, ignored_prefixes=unread)
+    return replace(llama, mixer=attention, mlp=mlp, ignored_prefixes=unread)
 
 
 def read(raw: Fields) -> ModelConfig:

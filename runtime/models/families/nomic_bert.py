@@ -45,14 +45,15 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
             norm=config.norm_spec(before),
             qkv=(LinearSpec(f"{name}.attn.Wqkv", 3 * hidden, hidden),),
             o=replace(attention.o, name=f"{name}.attn.out_proj"),
+            normed_residual=True,
         ),
         mlp=replace(
             mlp,
             norm=config.norm_spec(f"{name}.norm1"),
             gate_up=(replace(gate, name=f"{name}.mlp.fc12"), replace(up, name=f"{name}.mlp.fc11")),
             down=replace(mlp.down, name=f"{name}.mlp.fc2"),
+            normed_residual=True,
         ),
-        normed_residual=True,
         ignored_prefixes=("cls.", "pooler."),
     )
 

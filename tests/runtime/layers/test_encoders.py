@@ -24,6 +24,11 @@ CASES = {
     "roberta-padding-0": {"pad_token_id": 0, "type_vocab_size": 1},
     "xlm-roberta": {},
     "nomic_bert": {},
+    "modernbert-window-16": {"local_attention": 16, "num_hidden_layers": 4},
+    "modernbert-silu-biases": {
+        **{"local_attention": 9, "hidden_activation": "silu", "norm_bias": True, "mlp_bias": True},
+        **{"attention_bias": True, "global_attn_every_n_layers": 2},
+    },
 }
 
 
@@ -76,6 +81,22 @@ def test_nomic_embed_as_published(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**published, "qkv_proj_bias": True}))
     with pytest.raises(ModelError, match="qkv_proj_bias"):
         open_model_folder(folder)
+
+
+def test_modernbert_as_published(tmp_path: Path) -> None:
+    """With a theta for each kind of layer, and with the head of training."""
+    folder = encoder(tmp_path / "model", "modernbert", local_attention=16, num_hidden_layers=4)
+    expected = states(folder, TEXTS)
+    AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("rope_parameters")["sliding_attention"]["rope_theta"] == 10000
+    del config["layer_types"]
+    published = {"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
+    published |= {"layer_norm_eps": 1e-12, "position_embedding_type": "absolute"}  # which nothing reads
+    (folder / "config.json").write_text(json.dumps({**config, **published}))
+    assert all(map(torch.equal, states(folder, TEXTS), expected))
+    (folder / "config.json").write_text(json.dumps({**config, **published, "local_rope_theta": 160000.0}))
+    assert not torch.equal(states(folder, TEXTS)[0], expected[0])
 
 
 def test_parameters_and_the_longest_text(tmp_path: Path) -> None:

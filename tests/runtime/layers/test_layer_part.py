@@ -15,7 +15,7 @@ GATE_UP = (LinearSpec("gate", 8, 4), LinearSpec("up", 8, 4))
 
 @pytest.mark.parametrize("normed_residual", [False, True])
 def test_the_output_of_a_norm_is_freed_after_its_product_unless_it_is_added(normed_residual: bool) -> None:
-    mlp = Mlp(MlpSpec(8, NormSpec("norm", 4, 1e-6), GATE_UP, LinearSpec("down", 4, 8)), normed_residual)
+    mlp = Mlp(MlpSpec(8, NormSpec("norm", 4, 1e-6), GATE_UP, LinearSpec("down", 4, 8), normed_residual=normed_residual))
     assert mlp.norm is not None
     mlp.norm.weight = torch.ones(4)
     steps = mlp.steps(torch.randn(1, 3, 4), PassContext({}, PromptAttention()))

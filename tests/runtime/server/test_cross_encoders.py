@@ -15,7 +15,13 @@ from tests.support.served import Served, load_fp32, serving
 
 QUERY = "what is it?"
 DOCUMENTS = ["The cat sat, what?", "x", "a dog, the dog. " * 9, "that is the cat"]
-TYPES = {"bert": 2, "roberta": 1, "xlm-roberta": 1}
+CASES: dict[str, dict[str, object]] = {
+    "bert": {},
+    "roberta": {"type_vocab_size": 1},
+    "xlm-roberta": {"type_vocab_size": 1},
+    "modernbert": {"local_attention": 8, "num_hidden_layers": 4},
+    "modernbert-mean-biases": {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
+}
 
 
 @torch.no_grad()
@@ -39,9 +45,10 @@ def scores(served: Served, documents: list[str], **fields: object) -> list[float
     return [by_index[index] for index in range(len(documents))]
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_scores_are_those_of_the_definition_and_have_the_same_bits(model_type: str, tmp_path: Path) -> None:
-    folder = cross_encoder(tmp_path / "model", model_type, type_vocab_size=TYPES[model_type])
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_the_definition_and_have_the_same_bits(case: str, tmp_path: Path) -> None:
+    model_type = case.removesuffix("-mean-biases")
+    folder = cross_encoder(tmp_path / "model", model_type, **CASES[case])
     expected = torch.sigmoid(torch.tensor(logits(folder, model_type == "bert"))).tolist()
     with serving(*load_fp32(folder), ServerSettings((model_type,))) as served:
         batched = scores(served, DOCUMENTS)

@@ -53,17 +53,24 @@ def write(folder: Path, path: Path, arch: str, pooling: int, keys: dict[str, Any
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_layer_norm_eps(config.get("norm_eps", config.get("layer_norm_eps")))
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType(pooling))
     if arch == "nomic-bert":
         writer.add_rope_freq_base(1000.0)
+    if arch == "modern-bert":
+        ropes = config["rope_parameters"]
+        writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config["local_attention"])
+        writer.add_sliding_window_pattern(3)
+        writer.add_string("modern-bert.hidden_activation", config["hidden_activation"])
     for key, value in keys.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
         add.get(type(value), writer.add_array)(key, value)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        name = name.removeprefix("roberta.").removeprefix("bert.")
-        if arch == "bert" and name.startswith("classifier.") and name.count(".") == 1:
+        name = name.removeprefix("roberta.").removeprefix("bert.").removeprefix("model.")
+        if name.startswith("classifier.") and name.count(".") == 1:
             name = name.replace("classifier.", "classifier.out_proj.")  # as the converter does for BERT
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.startswith("pooler."):
@@ -86,13 +93,19 @@ def vector(opened: ModelFolder, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("model_type", "arch", "pooling", "older"),
-    [("bert", "bert", 2, False), ("xlm-roberta", "bert", 2, True), ("nomic_bert", "nomic-bert", 1, False)],
-    ids=["bert", "positions-from-2-older", "nomic-bert"],
+    [
+        ("bert", "bert", 2, False),
+        ("xlm-roberta", "bert", 2, True),
+        ("nomic_bert", "nomic-bert", 1, False),
+        ("modernbert", "modern-bert", 1, False),
+    ],
+    ids=["bert", "positions-from-2-older", "nomic-bert", "modern-bert"],
 )
 def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     model_type: str, arch: str, pooling: int, older: bool, tmp_path: Path
 ) -> None:
-    folder = encoder(tmp_path / "hf", model_type, "cls_token" if pooling == 2 else "mean_tokens")
+    windows = {"local_attention": 6, "num_hidden_layers": 4} if model_type == "modernbert" else {}
+    folder = encoder(tmp_path / "hf", model_type, "cls_token" if pooling == 2 else "mean_tokens", **windows)
     original = open_model_folder(folder)
     opened = open_model_folder(write(folder, tmp_path / "a.gguf", arch, pooling, word_pieces(older)))
     tokens = opened.tokenizer().encode(TEXT, add_special=True)
@@ -102,10 +115,16 @@ def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     assert opened.config.max_context == original.config.max_context
 
 
-def test_a_reranker_has_the_scores_of_its_folder(tmp_path: Path) -> None:
-    folder = cross_encoder(tmp_path / "hf", "xlm-roberta", type_vocab_size=1)
+@pytest.mark.parametrize("pooling", [None, "mean", "cls"])
+def test_a_reranker_has_the_scores_of_its_folder(pooling: str | None, tmp_path: Path) -> None:
+    if pooling is None:
+        folder, arch = cross_encoder(tmp_path / "hf", "xlm-roberta", type_vocab_size=1), "bert"
+        keys = word_pieces()
+    else:
+        folder, arch = cross_encoder(tmp_path / "hf", "modernbert", classifier_pooling=pooling), "modern-bert"
+        keys = word_pieces(**({"modern-bert.classifier.pooling_type": 2} if pooling == "cls" else {}))
     original = LoadedModel.load(open_model_folder(folder), CPU)
-    path = write(folder, tmp_path / "a.gguf", "bert", 4, word_pieces())
+    path = write(folder, tmp_path / "a.gguf", arch, 4, keys)
     opened = LoadedModel.load(open_model_folder(path), CPU)
     scores = []
     for loaded in (original, opened):
