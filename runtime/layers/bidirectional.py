@@ -1,6 +1,6 @@
 """Bidirectional attention, in which every token attends to the whole text, and the forward pass of embedding models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,11 +17,15 @@ from mycli.runtime.models.part_spec import AttentionSpec
 
 
 class BidirectionalAttention:
-    """Attention within whole texts, without a KV cache. lengths: tokens of each text in the pass, in order."""
+    """Attention within whole texts, without a KV cache.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    lengths: tokens of each text in the pass, in order; biases: returns those of the scores of a text by its length.
+    """
+
+    def __init__(self, lengths: Sequence[int], biases: Callable[[int], Tensor | None] = lambda length: None) -> None:
         self._lengths = list(lengths)
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self._biases = {length: biases(length) for length in set(lengths)}
 
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
@@ -34,6 +38,9 @@ class BidirectionalAttention:
         parts = [torch.split(part, self._lengths, dim=1) for part in (query, *new)]
         for q, k, v in zip(*parts, strict=True):
             mask = self._mask(q.shape[1], spec.window, q.device)
+            if (bias := self._biases[q.shape[1]]) is not None:
+                assert mask is None, "no model has windows and biases"
+                mask = bias
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             x = scaled_dot_product_attention(q, k, v, mask, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(x.transpose(1, 2).flatten(2))
@@ -63,9 +70,11 @@ def encode_texts(
     tokens = torch.tensor([token for text in texts for token in text], device=model.device)[None]
     x = embed_tokens(tokens, model.embedding, model.config)
     lengths = [len(text) for text in texts]
+    attention = BidirectionalAttention(lengths)
     if model.positions is not None:
         x = model.positions(x, lengths, types)
-    context = PassContext(rope.rows(chunks), BidirectionalAttention(lengths))
+        attention = BidirectionalAttention(lengths, model.positions.score_biases)
+    context = PassContext(rope.rows(chunks), attention)
     for block in model.layers():
         x = block(x, context)
     return list(model.norm(x)[0].split(lengths))

@@ -1,5 +1,6 @@
-"""Position and token type embeddings, which encoders add to the embeddings of tokens."""
+"""Position and token type embeddings, which encoders add to the embeddings of tokens, and biases by distance."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,38 +8,68 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.models.part_spec import PositionSpec
+from mycli.runtime.models.part_spec import LinearSpec, PositionSpec
+
+_MAX_DISTANCE = 128  # from which on all tokens share a bias
 
 
 class PositionEmbeddings(nn.Module):
-    """Adds rows of the tables `types` [types, hidden] and, if there is one, `table` [positions, hidden]."""
+    """Adds rows of the tables `table` [positions, hidden] and `types` [types, hidden], as far as the model has them.
+
+    `distances` [32, heads], if any: biases of attention scores by the distance between two tokens.
+    """
 
     def __init__(self, spec: PositionSpec) -> None:
         super().__init__()
         self._spec = spec
         self.table: Tensor | None = None
-        self.types = torch.empty(spec.types.out_features, spec.types.in_features, device="meta")
+        self.types: Tensor | None = None
+        self.distances: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.types.nbytes + (0 if self.table is None else self.table.nbytes)
+        return sum(part.nbytes for part in (self.table, self.types, self.distances) if part is not None)
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        if self._spec.table is not None:
-            self.table = checkpoint.read(f"{self._spec.table.name}.weight").to(device, dtype)
-        self.types = checkpoint.read(f"{self._spec.types.name}.weight").to(device, dtype)
+        def read(linear: LinearSpec | None) -> Tensor | None:
+            return None if linear is None else checkpoint.read(f"{linear.name}.weight").to(device, dtype)
+
+        spec = self._spec
+        self.table, self.types, self.distances = read(spec.table), read(spec.types), read(spec.distances)
 
     def forward(self, embedded: Tensor, lengths: Sequence[int], types: Sequence[Sequence[int]]) -> Tensor:
         """Return `embedded` [1, T, hidden] with both added.
 
         lengths: tokens of each text in the pass, in order; types: of the tokens of each text, empty for type 0.
         """
-        if any(types):
+        if self.types is not None and any(types):
             rows = [type for text, length in zip(types, lengths, strict=True) for type in text or [0] * length]
             embedded = embedded + functional.embedding(torch.tensor(rows, device=self.types.device), self.types)
-        else:
+        elif self.types is not None:
             embedded = embedded + self.types[0]
         if self.table is None:
             return embedded
         positions = torch.cat([torch.arange(length) for length in lengths]) + self._spec.first
         return embedded + functional.embedding(positions.to(self.table.device), self.table)
+
+    def score_biases(self, length: int) -> Tensor | None:
+        """Return the biases [1, heads, queries, keys] of the attention scores of a text; None if there are none."""
+        if self.distances is None:
+            return None
+        at = torch.arange(length)
+        rows = _ranges(at[None] - at[:, None], len(self.distances)).to(self.distances.device)
+        return functional.embedding(rows, self.distances).permute(2, 0, 1)[None]
+
+
+def _ranges(distance: Tensor, count: int) -> Tensor:
+    """Return the range of each distance from query to key, of `count`, as in T5.
+
+    Half of the ranges are of keys after the query; half of each hold one distance, the others grow exponentially.
+    """
+    half = count // 2
+    exact = half // 2
+    size = distance.abs()
+    # In the order of operations of transformers: at the bounds of ranges another order may round otherwise.
+    logarithm = torch.log(size.float() / exact) / math.log(_MAX_DISTANCE / exact)
+    far = (exact + (logarithm * (half - exact)).long()).clamp(max=half - 1)
+    return (distance > 0) * half + torch.where(size < exact, size, far)

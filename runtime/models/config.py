@@ -309,7 +309,8 @@ class ModelConfig:
 
     def position_tables(self) -> tuple[LinearSpec, ...]:
         """Return the tables of positions and token types as linears, none where the family has none."""
-        tables = () if self.positions is None else (self.positions.table, self.positions.types)
+        spec = self.positions
+        tables = () if spec is None else (spec.table, spec.types, spec.distances)
         return tuple(table for table in tables if table is not None)
 
     def dense_linears(self) -> tuple[LinearSpec, ...]:

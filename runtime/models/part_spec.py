@@ -113,12 +113,15 @@ class RopeSpec:
 class PositionSpec:
     """Tables of which encoders add rows to the embedding of a token: `first` + position of `table`, type of `types`.
 
-    Tokens have type 0, except in pairs of texts. Encoders with rotary embedding have no table.
+    Tokens have type 0, except in pairs of texts. Encoders with rotary embedding have no table, and MPNet has no types.
+    `distances`: a row for each range of distances between tokens, whose values are added to the scores of the heads in
+    all layers.
     """
 
     table: LinearSpec | None
-    types: LinearSpec
+    types: LinearSpec | None
     first: int = 0
+    distances: LinearSpec | None = None
 
 
 @dataclass(frozen=True)

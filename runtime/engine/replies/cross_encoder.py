@@ -21,8 +21,8 @@ class CrossEncoder:
         assert model.classifier is not None
         self.spec = spec
         self._head, self._activate = model.classifier, VECTOR_ACTIVATIONS[spec.activation]
-        positions = model.config.positions
-        self._types = 1 if positions is None else positions.types.out_features
+        types = None if model.config.positions is None else model.config.positions.types
+        self._types = 1 if types is None else types.out_features
         if self._types > 1 and (largest := max(tokenizer.encode_pair("a", "a").types, default=0)) >= self._types:
             raise ModelError(f"tokenizer.json: token type {largest} in pairs; the model has {self._types} types")
 

@@ -85,6 +85,6 @@ def _classifier(raw: Fields, hidden: int) -> ClassifierSpec | None:
     if name is None:
         return None
     dense, out = ("bert.pooler.dense", "classifier")
-    if name.endswith("RobertaForSequenceClassification"):
+    if name.endswith(("RobertaForSequenceClassification", "MPNetForSequenceClassification")):
         dense, out = ("classifier.dense", "classifier.out_proj")
     return ClassifierSpec(LinearSpec(dense, hidden, hidden, bias=True), LinearSpec(out, 1, hidden, bias=True))

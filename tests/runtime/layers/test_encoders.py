@@ -16,7 +16,7 @@ from mycli.runtime.layers.bidirectional import encode_texts
 from tests.support.embedding_models import encoder
 from tests.support.models import CPU
 
-TEXTS = [list(range(5, 90)), [7], [9, 8, 7, 6, 5, 9, 9], list(range(200, 233))]
+TEXTS = [list(range(5, 90)), list(range(6, 306)), [7], [9, 8, 7, 6, 5, 9, 9], list(range(200, 233))]
 CASES = {
     "bert": {},
     "bert-tanh-gelu-4-types-hidden-48": {"hidden_act": "gelu_new", "type_vocab_size": 4, "hidden_size": 48},
@@ -24,6 +24,7 @@ CASES = {
     "roberta-padding-0": {"pad_token_id": 0, "type_vocab_size": 1},
     "xlm-roberta": {},
     "nomic_bert": {},
+    "mpnet": {},
     "modernbert-window-16": {"local_attention": 16, "num_hidden_layers": 4},
     "modernbert-silu-biases": {
         **{"local_attention": 9, "hidden_activation": "silu", "norm_bias": True, "mlp_bias": True},
@@ -50,7 +51,7 @@ def test_states_are_those_of_transformers_alone_and_together(case: str, tmp_path
         assert torch.equal(states(folder, [text])[0], found)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta", "mpnet"])
 def test_files_of_a_class_with_a_head_are_read(model_type: str, tmp_path: Path) -> None:
     """Tensors have the prefix of the class there, and heads are ignored; that of a classifier counts."""
     folder = encoder(tmp_path / "model", model_type)

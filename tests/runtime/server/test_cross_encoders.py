@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, object]] = {
     "bert": {},
     "roberta": {"type_vocab_size": 1},
     "xlm-roberta": {"type_vocab_size": 1},
+    "mpnet": {},
     "modernbert": {"local_attention": 8, "num_hidden_layers": 4},
     "modernbert-mean-biases": {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
 }
