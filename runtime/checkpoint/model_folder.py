@@ -300,9 +300,10 @@ class ModelFolder:
         return None if name is None else self.config.local_name(name)
 
     def tokenizer(self) -> "Tokenizer":
+        from mycli.runtime.checkpoint.sentence_transformers import lowers_texts
         from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-        return Tokenizer.load(self.path, self.config.vocab_size)
+        return Tokenizer.load(self.path, self.config.vocab_size, lowers_texts(self.path))
 
     @property
     def has_tokenizer(self) -> bool:

@@ -15,6 +15,7 @@ from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, str
 
 MODULES = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
+_TEXTS = "sentence_bert_config.json"
 # Files of the modules after the first, in folders as sentence-transformers names them: 1_Pooling, 2_Dense.
 MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 _MAX_BYTES = 1 << 20
@@ -94,6 +95,12 @@ class ScoreSpec:
     false: int | None
 
 
+def lowers_texts(folder: Path) -> bool:
+    """Return whether texts are put in lower case before the tokenizer reads them. Raises ModelError."""
+    path = folder / _TEXTS
+    return path.is_file() and read_object(path).boolean("do_lower_case", False)
+
+
 def read_score_spec(folder: Path) -> ScoreSpec | None:
     """Return the LogitScore module of a reranker, a CrossEncoder; None for other folders. Raises ModelError."""
     path = folder / MODULES
@@ -128,7 +135,7 @@ def read_cross_encoder_spec(folder: Path, config: Fields, settings: Fields) -> C
             break
     else:
         activation = "Sigmoid"
-    longest = _max_tokens(folder / "sentence_bert_config.json")
+    longest = _max_tokens(folder / _TEXTS)
     if longest is None:
         most = settings.values.get("model_max_length")  # 1e30 where there is no limit
         longest = most if type(most) is int and 0 < most < 1 << 31 else None
@@ -160,7 +167,7 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
             raise ModelError(f"{path}: module {kind!r:.60} is not supported in place {position}")
     if not pooling:
         raise ModelError(f"{path}: has no Pooling module")
-    longest = _max_tokens(folder / "sentence_bert_config.json")
+    longest = _max_tokens(folder / _TEXTS)
     prompts, default = _prompts(folder / _SETTINGS)
     return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default, longest)
 

@@ -5,12 +5,14 @@ for years (C4), and the library cannot be interrupted. A tokenizer built only fr
 here; any other runs in a worker with a deadline and a memory limit, with the same results.
 """
 
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
+from tokenizers import normalizers
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.charsmap import is_sound
@@ -48,10 +50,15 @@ def _problem(error: BaseException) -> ModelError:
 
 
 class Pipeline:
-    """The library's tokenizer in two variants that share one model: with and without the added tokens."""
+    """The library's tokenizer in two variants that share one model: with and without the added tokens.
 
-    def __init__(self, data: bytes) -> None:
+    lower: put texts in lower case first.
+    """
+
+    def __init__(self, data: bytes, lower: bool = False) -> None:
         self._whole = _call(lambda: tokenizers.Tokenizer.from_buffer(data))
+        if lower:
+            self._whole.normalizer = _lowered(self._whole.normalizer)
         self._whole.no_truncation()  # a limit in the file would truncate prompts silently
         self._whole.no_padding()
         self._plain = tokenizers.Tokenizer(self._whole.model)
@@ -89,6 +96,16 @@ class Pipeline:
         return [self._whole.token_to_id(token) for token in tokens]
 
 
+def _lowered(normalizer: Any) -> Any:
+    # As sentence-transformers does: before all other steps, unless they include it.
+    steps = [] if normalizer is None else [normalizer]
+    if isinstance(normalizer, normalizers.Sequence):
+        steps = [normalizer[index] for index in range(len(normalizer))]
+    if any(isinstance(step, normalizers.Lowercase) for step in steps):
+        return normalizer
+    return normalizers.Sequence([normalizers.Lowercase(), *steps])
+
+
 def _call(work: Callable[[], _T]) -> _T:
     # The library's panics derive from BaseException, not Exception (C2), as do the exceptions of signals.
     try:
@@ -104,10 +121,9 @@ def _call(work: Callable[[], _T]) -> _T:
 class GuardedPipeline:
     """A `Pipeline` in a worker process, killed when it exceeds its time or memory."""
 
-    def __init__(self, path: Path) -> None:
-        self._worker = WorkerProcess(
-            "mycli.runtime.tokenizer.backend", str(path.resolve()), WORKER_MEMORY, reply_bytes=1 << 28
-        )
+    def __init__(self, path: Path, lower: bool = False) -> None:
+        argument = json.dumps([str(path.resolve()), lower])
+        self._worker = WorkerProcess("mycli.runtime.tokenizer.backend", argument, WORKER_MEMORY, reply_bytes=1 << 28)
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
         ids: list[int] = self._call(["encode", text, add_special, plain, inside], _seconds(text))
@@ -135,9 +151,10 @@ def _seconds(text: str) -> float:
     return ENCODE_SECONDS + len(text) / 100_000
 
 
-def handler(path: str) -> Callable[[Any], Any]:
-    """Return the worker's handler of requests [method of `Pipeline`, arguments...] for the file at `path`."""
-    pipeline = Pipeline(Path(path).read_bytes())
+def handler(argument: str) -> Callable[[Any], Any]:
+    """Return the worker's handler of requests [method of `Pipeline`, arguments...]; argument: [path, lower] as JSON."""
+    path, lower = json.loads(argument)
+    pipeline = Pipeline(Path(path).read_bytes(), lower)
     methods: dict[str, Callable[..., Any]]
     methods = {
         "encode": pipeline.encode,

@@ -182,8 +182,8 @@ class Tokenizer:
         self._has_types = has_types
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
-        """Load the tokenizer of a model with `vocab_size` embedding rows.
+    def load(cls, folder: Path, vocab_size: int, lower: bool = False) -> "Tokenizer":
+        """Load the tokenizer of a model with `vocab_size` embedding rows; lower: it puts texts in lower case first.
 
         Raises ModelError for damaged files, ids without an embedding row, duplicate ids (C3), unsupported decoders.
         """
@@ -192,7 +192,9 @@ class Tokenizer:
         template = ChatTemplate.load(folder, settings)
 
         def encoder() -> Pipeline | GuardedPipeline:
-            return Pipeline(data) if is_trusted(raw.values) else GuardedPipeline(folder / "tokenizer.json")
+            if is_trusted(raw.values):
+                return Pipeline(data, lower)
+            return GuardedPipeline(folder / "tokenizer.json", lower)
 
         usable = _with_embedding_rows(raw, settings, template, vocab_size) if is_trusted(raw.values) else raw
         if usable is not raw:

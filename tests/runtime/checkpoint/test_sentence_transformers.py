@@ -1,6 +1,7 @@
 """Test how the modules of a sentence-transformers folder are read."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,22 @@ def test_a_module_outside_of_the_folder_is_refused(tmp_path: Path, path: str) ->
     (tmp_path / "modules.json").write_text(json.dumps([{"type": TYPES + kind, "path": name} for kind, name in modules]))
     with pytest.raises(ModelError, match="is not a folder of the model"):
         read_embedding_spec(tmp_path, 8)
+
+
+@pytest.mark.parametrize("part", ["in-process", "worker", "already-lower"])
+def test_texts_in_lower_case(part: str, tmp_path: Path) -> None:
+    """The library puts a step before the tokenizer's own, whose vocabulary has capitals too."""
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, tmp_path)
+    tokenizer = json.loads((PICO / "tokenizer.json").read_text())
+    if part == "worker":
+        regex = {"type": "Replace", "pattern": {"Regex": "\\r"}, "content": " "}
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [regex]}
+    elif part == "already-lower":
+        tokenizer["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    lower = open_model_folder(tmp_path).tokenizer().encode("hello there", add_special=True)
+    for setting in (False, True):
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": setting}))
+        found = open_model_folder(tmp_path).tokenizer().encode("Hello There", add_special=True)
+        assert (found == lower) == (setting or part == "already-lower")
