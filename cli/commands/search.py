@@ -8,7 +8,7 @@ from mycli.cli.output import Column
 from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.client import Hub, search_models
-from mycli.runtime.models.multimodal import TEXT_PARTS
+from mycli.runtime.models.multimodal_types import TEXT_PARTS
 from mycli.runtime.models.registry import families
 
 EXAMPLES = (

@@ -8,63 +8,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mycli.runtime.models.multimodal_types import (
+    ARCHITECTURES,
+    CLASS_DEFAULTS,
+    FAMILIES,
+    NEVER_TIED,
+    TEXT_PARTS,
+    TIED_BY_DEFAULT,
+    TIED_BY_EITHER,
+    TIED_BY_SECTION,
+)
 from mycli.runtime.utils.json_fields import Fields
 
-# model_type of the outer config -> model_type of its text section where that has none.
-TEXT_PARTS: dict[str, str] = {
-    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
-    "NemotronH_Nano_VL_V2": "nemotron_h",
-    "aya_vision": "cohere2",
-    "cohere2_vision": "cohere2",
-    "deepseek_vl": "llama",
-    "exaone4_5": "exaone4",
-    "fast_vlm": "qwen2",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_unified_text",
-    "glm46v": "glm4v_text",
-    "glm4v": "glm4v_text",
-    "glm4v_moe": "glm4v_moe_text",
-    "got_ocr2": "qwen2",
-    "idefics2": "mistral",
-    "idefics3": "llama",
-    "internvl": "qwen2",
-    "internvl_chat": "qwen2",
-    "janus": "llama",
-    "kimi_k25": "deepseek_v3",
-    "kimi_vl": "deepseek_v3",
-    "lfm2_vl": "lfm2",
-    "lfm3_vl": "lfm3",
-    "lighton_ocr": "qwen3",
-    "llama4": "llama4_text",
-    "llava": "llama",
-    "llava_next": "llama",
-    "llava_next_video": "llama",
-    "llava_onevision": "qwen2",
-    "minicpmv4_6": "qwen3_5_text",
-    "minicpmv4_7": "qwen3_5_text",
-    "mistral3": "mistral",
-    "muse_glimmer": "muse_glimmer_text",
-    "nemotron_h_omni": "nemotron_h",
-    "ovis2": "qwen2",
-    "qwen2_5_omni": "qwen2_5_omni_text",
-    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_audio": "qwen2",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_omni_moe": "qwen3_omni_moe_text",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
-    "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "smolvlm": "llama",
-    "video_llama_3": "qwen2",
-    "video_llava": "llama",
-    "vipllava": "llama",
-    "voxtral": "llama",
-}
 # The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
 MULTIMODAL = "multimodal"
 # The key, set from the files, of models that have gate and up apart: transformers joins those of two families' experts
@@ -81,109 +36,7 @@ _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nem
 _THINKER = "thinker_config"
 # Published before the text model had a section of its own, or converted to MLX without one: its keys are those of the
 # outer config.
-_FLAT = ("muse_glimmer", "qwen2_vl", "qwen2_5_vl")
-# Text models that differ from a plain family only in name or in M-RoPE, which rotates text as plain rope does: the
-# three positions of a token that is no image or video are equal.
-FAMILIES = {
-    "exaone4_5_text": "exaone4",  # in the first files
-    "glm4v_moe_text": "glm4_moe",
-    "glm4v_text": "glm4",
-    "qwen2_5_omni_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen3_omni_moe_text": "qwen3_moe",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_vl_text": "qwen3",
-}
-# transformers 4 wrote only those keys of a section that differ from the defaults of its class.
-_QWEN_VL = {
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-}
-_QWEN = {
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-}
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-}
-_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
-# By the type of the section, or of the outer config where that has defaults for its section.
-CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "glm4v_text": {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
-    "glm4v_moe_text": {"attention_bias": True, "num_key_value_heads": 8},
-    "llama": _LLAMA,
-    "idefics2": {**_MISTRAL, "sliding_window": 4096},  # not in the published file, and its base model has it
-    "mistral": _MISTRAL,
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128},
-    "qwen2_vl_text": _QWEN_VL,
-    "qwen2_5_vl_text": _QWEN_VL,
-    "qwen2_5_omni_text": {"rope_theta": 1000000.0, "num_key_value_heads": 4},
-    "qwen3_omni_moe_text": {"rope_theta": 1000000.0, "num_key_value_heads": 4, "norm_topk_prob": True},
-    "qwen3_vl_text": {**_QWEN, **_QWEN3_VL, "head_dim": 128},
-    "qwen3_vl_moe_text": {
-        **_QWEN3_VL,
-        "num_key_value_heads": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-    },
-    "voxtral": {
-        **_LLAMA,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 30,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 131072,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e8,
-    },
-}
-# model_type of the text model -> the class that transformers loads it with on its own.
-_ARCHITECTURES = {
-    "cohere2": "Cohere2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm3": "Lfm3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "mistral4": "Mistral4ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}
+_FLAT = ("hunyuan_vl", "muse_glimmer", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")
 # Keys of the outer config that count before the text_config.
 _OUTER = (
     "dtype",
@@ -194,39 +47,10 @@ _OUTER = (
     "quantization",  # MLX
 )
 _TIE = "tie_word_embeddings"
-# As transformers 5 ties heads: by the outer config, whose class has a default, unless listed further down.
-_TIED_BY_DEFAULT = (
-    "aya_vision",
-    "cohere2_vision",
-    "deepseek_vl",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "gemma4_unified",
-    "got_ocr2",
-    "internvl",
-    "janus",
-    "kimi_k25",
-    "lfm2_vl",
-    "lfm3_vl",
-    "lighton_ocr",
-    "mistral3",
-    "ovis2",
-)
-_TIED_BY_EITHER = (
-    *("fast_vlm", "glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl"),
-    "video_llama_3",
-)
-_TIED_BY_SECTION = ("internvl_chat", "kimi_vl", "llama4")  # which hold a whole causal model, head included
-_NEVER_TIED = (  # by transformers 4, as their sections say
-    "NemotronH_Nano_Omni_Reasoning_V3",
-    "NemotronH_Nano_VL_V2",
-    "nemotron_h_omni",
-    "qwen2_audio",
-    "voxtral",
-)
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _TEXT_PREFIXES = (
+    ("model.language_model.model.", "model."),  # HyperCLOVA X as published holds a whole causal model
+    ("model.language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.backbone.", "backbone."),
@@ -286,11 +110,13 @@ class TextPart:
             ropes = {name: values[name] for name in ("rope_parameters", "rope_scaling") if name in values}
             values |= {name: _plain_rope(rope) for name, rope in ropes.items()}
             values[MULTIMODAL] = {"model_type": outer_type, **_image_positions(raw, ropes.values())}
+        if stored == "glm_ocr_text":  # has no biases, whatever the config says
+            values["attention_bias"] = False
         if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
             values["norm_topk_prob"] = True
         values.pop("architectures", None)
-        if model_type in _ARCHITECTURES:
-            values["architectures"] = [_ARCHITECTURES[model_type]]
+        if model_type in ARCHITECTURES:
+            values["architectures"] = [ARCHITECTURES[model_type]]
         values |= {key: _renamed(values[key]) for key in ("quantization_config", "quantization") if key in values}
         return cls(Fields(values, raw.source), outer_type, head_by_files)
 
@@ -346,13 +172,14 @@ def _tie(raw: Fields, section: Fields, outer_type: str) -> tuple[dict[str, Any],
         return {_TIE: None}, False  # refused where the config is read
     if outer_type == "lfm2_vl":
         stated = raw.values.get("tie_embedding", stated)
-    if outer_type in _TIED_BY_SECTION or (outer_type in _TIED_BY_EITHER and stated in (None, False)):
+    by_either = outer_type in TIED_BY_EITHER and (stated is False or outer_type not in TIED_BY_DEFAULT)
+    if outer_type in TIED_BY_SECTION or (by_either and stated is not True):
         return {}, False
-    if stated is not None and outer_type not in _NEVER_TIED:
+    if stated is not None and outer_type not in NEVER_TIED:
         return {_TIE: stated}, False
     # transformers 5 reads the default of the outer class, and unties a stored head that differs; transformers 4 reads
     # the section. Without files, which hold no head if it is tied, the section or its family's default counts.
-    by_files = outer_type in _TIED_BY_DEFAULT or section_ties
+    by_files = outer_type in TIED_BY_DEFAULT or section_ties
     return ({} if by_files else {_TIE: False}), by_files
 
 
@@ -363,8 +190,10 @@ def _without_sections(raw: Fields) -> dict[str, Any]:
 def _plain_rope(rope: Any) -> Any:
     if not isinstance(rope, dict):
         return rope  # refused, with the name of the field, where the config is read
-    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
+    plain = {key: value for key, value in rope.items() if not key.startswith(("mrope_", "xdrope_"))}
+    # xdrope (Hunyuan) has axes, too; its frequencies are those of Hunyuan's "dynamic".
+    names = {"mrope": "default", "xdrope": "dynamic"}
+    return {key: names.get(value, value) if isinstance(value, str) else value for key, value in plain.items()}
 
 
 def _renamed(value: Any) -> Any:

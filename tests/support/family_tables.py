@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.passes.captured import decline_captured
 from mycli.runtime.engine.passes.fused_models import decline_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.multimodal import FAMILIES, TEXT_PARTS
+from mycli.runtime.models.multimodal_types import FAMILIES, TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.families import CASES, EMBEDDING, make

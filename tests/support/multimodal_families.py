@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.families import enliven
-from tests.support.family_parts import GEMMA4, IDS, SMALL, ministral_rope
+from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, SMALL, ministral_rope
 from tests.support.latent_families import SIZES
 from tests.support.recurrent_families import DELTA, DELTA_EXPERTS, RECURRENT
 
@@ -40,8 +40,27 @@ JANUS_VQ = {
     "image_token_embed_dim": 64,
 }
 AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16, "output_dim": 64}
+FUN_ASR = {
+    "audio_config": {**VISION},
+    "adaptor_config": {"hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+GRANITE_SPEECH = {
+    "encoder_config": {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "dim_head": 8, "context_size": 4},
+    "projector_config": {**VISION, "encoder_hidden_size": 16},
+}
+VIBEVOICE = {
+    "acoustic_tokenizer_encoder_config": {"hidden_size": 16, "num_filters": 4},
+    "semantic_tokenizer_encoder_config": {"hidden_size": 16, "num_filters": 4},
+}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2]}}
 GLM_ROPE = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
+HUNYUAN_ROPE = {
+    "rope_type": "xdrope",
+    "alpha": 1000.0,
+    "factor": 1.0,
+    "rope_theta": 1e4,
+    "xdrope_section": [2, 2, 2, 2],
+}
 LLAVAS = {"llava": "llama", "llava_next": "llama", "llava_next_video": "llama", "llava_onevision": "qwen2"}
 LLAVAS |= {"vipllava": "llama", "video_llava": "llama"}
 # id -> (outer type, text type, differences of the text config from SMALL, vision, other fields of the outer config)
@@ -212,6 +231,76 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
     "ovis2": ("ovis2", "qwen2", {**IDS}, OVIS_VISION, {"hidden_size": 64, "vocab_size": 97}),
     "fast_vlm": ("fast_vlm", "qwen2", {**IDS}, CLIP, {}),
     "got_ocr2": ("got_ocr2", "qwen2", {**IDS}, {"hidden_size": 16, "output_channels": 16, **OCR_VISION}, {}),
+    "deepseek_vl_hybrid": (
+        "deepseek_vl_hybrid",
+        "llama",
+        {**IDS},
+        SIGLIP_VISION,
+        {"high_res_vision_config": {"hidden_size": 16, "output_channels": 16, **OCR_VISION}},
+    ),
+    "glm_ocr": (
+        "glm_ocr",
+        "glm_ocr_text",
+        {**IDS, "head_dim": 24, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 4, 4]}},
+        GLM_VISION,
+        {},
+    ),
+    "glmga": (
+        "glmga",
+        "glm4v_text",
+        {**IDS, "head_dim": 16, **GLM_ROPE},
+        {"model_type": "glm4v_vision", **GLM_VISION},
+        {},
+    ),
+    "paddleocr_vl": ("paddleocr_vl", "paddleocr_vl_text", {**IDS, "head_dim": 16, **MROPE}, SIGLIP, {}),
+    "hunyuan_vl": (
+        "hunyuan_vl",
+        "hunyuan_vl_text",
+        {**IDS, "head_dim": 16, "rope_parameters": HUNYUAN_ROPE},
+        {**VISION, "out_hidden_size": 64, "patch_size": 8, "max_image_size": 16, "min_image_size": 8},
+        {},
+    ),
+    "hyperclovax_vision_v2": (
+        "hyperclovax_vision_v2",
+        "hyperclovax",
+        {**IDS, "head_dim": 16, **MULTIPLIERS, "logits_scaling": 0.125},
+        {**QWEN_VISION, "out_hidden_size": 64},
+        {},
+    ),
+    "granite4_vision": (
+        "granite4_vision",
+        "granite4_vision_text",
+        {**IDS, **MULTIPLIERS},
+        {**CLIP, "hidden_size": 64},
+        {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 1]]},
+    ),
+    "qianfan_ocr": ("qianfan_ocr", "qwen3", {**IDS, "head_dim": 16}, {**VISION, "image_size": 16, "patch_size": 8}, {}),
+    "minicpm_ocr": (
+        "minicpm_ocr",
+        "qwen3_5_text",
+        {**IDS, **DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {**SIGLIP},
+        {"insert_layer_id": 0},
+    ),
+    "qwen3_asr": (
+        "qwen3_asr",
+        "qwen3",
+        {**IDS, "head_dim": 16},
+        {},
+        {**IDS, "audio_config": {**AUDIO, "downsample_hidden_size": 8, "num_mel_bins": 16}},
+    ),
+    "glmasr": ("glmasr", "llama", {**IDS}, {}, {"audio_config": {**VISION, "num_mel_bins": 8}}),
+    "fun_asr_nano": ("fun_asr_nano", "qwen3", {**IDS, "head_dim": 16}, {}, FUN_ASR),
+    **{
+        name: (name, "granite", {**IDS, **MULTIPLIERS}, {}, GRANITE_SPEECH)
+        for name in ("granite_speech", "granite_speech_plus")
+    },
+    "vibevoice_asr": ("vibevoice_asr", "qwen2", {**IDS}, {}, VIBEVOICE),
+}
+# What transformers' class leaves out, with the same greedy tokens: multiplies its logits.
+LOGIT_SCALES = {
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), 0.0625),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1 / MULTIPLIERS["logits_scaling"]),
 }
 
 
@@ -223,18 +312,20 @@ def make_folder(folder: Path, name: str, **changes: Any) -> transformers.PreTrai
         "vision_config": vision,
     }
     config = transformers.AutoConfig.for_model(outer, **sections, **others)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+    classes = transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM
+    auto = next(each for each in classes if type(config) in each._model_mapping)
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
     enliven(model)
     model.save_pretrained(folder)
-    if outer == "kimi_k25":
-        _publish_kimi(model, folder / "model.safetensors")
+    if outer in ("kimi_k25", "qianfan_ocr"):
+        _publish_whole(model, folder / "model.safetensors")
     if outer == "qwen3_vl_moe":
         _publish_experts(folder / "model.safetensors")
     return model
 
 
-def _publish_kimi(model: transformers.PreTrainedModel, path: Path) -> None:
-    # transformers 5.23 renames every `layers` to `blocks` as it saves, which it does not read back.
+def _publish_whole(model: transformers.PreTrainedModel, path: Path) -> None:
+    # transformers 5.23 renames every `layers` as it saves, not only those of images, which it does not read back.
     names = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     for prefix, published in names.items():

@@ -19,6 +19,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         index,
         replace(llama.attention, output_norm=after_attention),
         replace(llama.dense_mlp, gate_up=(gate_up,), output_norm=after_mlp),
+        ignored_prefixes=(f"model.layers.{config.layers}.",),  # the MTP head of GLM-OCR
     )
 
 

@@ -20,13 +20,35 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.models.multimodal import FAMILIES, TextPart
+from mycli.runtime.models.multimodal import TextPart
+from mycli.runtime.models.multimodal_types import FAMILIES
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, make, packed_weights
 from tests.support.models import CPU
-from tests.support.multimodal_families import FOLDERS, make_folder
+from tests.support.multimodal_families import FOLDERS, LOGIT_SCALES, make_folder
+
+
+def rename(folder: Path, model: str, head: str) -> None:
+    """Give the tensors of the text model, and its head, these prefixes."""
+    part = open_model_folder(folder).part
+    stored = load_file(folder / "model.safetensors")
+    local = {name: part.local_name(name) if isinstance(part, TextPart) else name for name in stored}
+    names = {
+        name: name if text is None else re.sub("^lm_head[.]", head, re.sub("^model[.]", model, text))
+        for name, text in local.items()
+    }
+    save_file({names[name]: tensor for name, tensor in stored.items()}, folder / "model.safetensors")
+
+
+def check_logits(reference: transformers.PreTrainedModel, folder: Path) -> None:
+    tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = reference(tokens).logits
+    assert (whole(load_model(open_model_folder(folder), CPU).model, tokens) - expected).abs().max() <= (
+        1e-4 * expected.abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", FOLDERS, ids=str)
@@ -39,9 +61,13 @@ def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected: Tensor = reference(tokens).logits
-    expected *= getattr(reference.config.get_text_config(), "logit_scale", 1)  # called without images: the same tokens
+    expected *= LOGIT_SCALES.get(name, 1)
     assert (whole(model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert len(heard) == 1 and "only its text part is used, not " in heard[0] and re.search("vis|image|audio", heard[0])
+    assert (
+        len(heard) == 1
+        and "only its text part is used, not " in heard[0]
+        and re.search("vi[st]|image|audio|encoder", heard[0])
+    )
 
 
 @pytest.mark.parametrize(("window", "expected"), [({}, 4096), ({"sliding_window": None}, None)], ids=["absent", "none"])
@@ -190,6 +216,58 @@ def test_qwen_omni_with_the_part_that_speaks(text_prefix: str, tmp_path: Path) -
     with torch.no_grad():
         expected: Tensor = reference(tokens).logits
     assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_qwen3_asr_as_published(tmp_path: Path) -> None:
+    reference = make_folder(tmp_path, "qwen3_asr")
+    thinker = json.loads((tmp_path / "config.json").read_text())
+    thinker = {**thinker, "model_type": "qwen3_asr_thinker"}
+    thinker["text_config"] = {**thinker["text_config"], "model_type": "qwen3_asr_text"}
+    raw = {"model_type": "qwen3_asr", "thinker_config": thinker, "support_languages": ["English"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    rename(tmp_path, "thinker.model.", "thinker.lm_head.")
+    check_logits(reference, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["hunyuan_vl", "paddleocr_vl"])
+def test_ocr_models_as_published_have_no_section(name: str, tmp_path: Path) -> None:
+    reference = make_folder(tmp_path, name)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    section = {"type": "default", "mrope_section": [2, 3, 3]}
+    if name == "hunyuan_vl":
+        section = {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]}
+    flat = {**text, **raw, "rope_theta": rope["rope_theta"], "rope_scaling": section}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    rename(tmp_path, "model.", "lm_head.")
+    check_logits(reference, tmp_path)
+
+
+def test_hyperclova_x_think_as_published(tmp_path: Path) -> None:
+    reference = make_folder(tmp_path, "hyperclovax_vision_v2")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "vlm"}))
+    rename(tmp_path, "model.language_model.model.", "model.language_model.lm_head.")
+    check_logits(reference, tmp_path)
+
+
+def test_glm_ocr_with_its_mtp_head(tmp_path: Path) -> None:
+    reference = make_folder(tmp_path, "glm_ocr")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.language_model.layers.3.eh_proj.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_logits(reference, tmp_path)
+
+
+def test_perception_lm_with_its_encoder(tmp_path: Path) -> None:
+    """Read the text model beside an encoder that transformers builds only with another package."""
+    reference = make(tmp_path, *CASES["llama-mha4-tied"])
+    text = json.loads((tmp_path / "config.json").read_text())
+    raw = {"model_type": "perception_lm", "text_config": text, "vision_config": {"architecture": "vit"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    rename(tmp_path, "model.language_model.", "lm_head.")
+    check_logits(reference, tmp_path)
 
 
 def test_gemma_3n_with_its_encoders(tmp_path: Path) -> None:
