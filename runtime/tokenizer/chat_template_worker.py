@@ -1,18 +1,19 @@
 """The worker process that renders chat templates, the only place where a model's Jinja runs.
 
 The environment is that of transformers 5.23: trim_blocks, lstrip_blocks, loop controls, tojson, raise_exception,
-strftime_now and the generation tag. `runtime.utils.sandbox` limits time and memory.
+strftime_now and the generation tag; templates written for llama.cpp may change their own lists, too.
+`runtime.utils.sandbox` limits time and memory.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, LoopControlExtension
+from jinja2.ext import ExprStmtExtension, Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -89,11 +90,31 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a template may not set {name!r} on a namespace")
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+class _Environment(ImmutableSandboxedEnvironment):
+    # Templates in GGUF files (Kimi K2) keep queues of tool calls in lists, which transformers refuses and llama.cpp
+    # does not. The lists of the conversation stay as they are, as does every other kind of value.
+
+    fixed: frozenset[int] = frozenset()  # ids of the lists in the variables
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, list) and attr in ("append", "pop"):
+            return id(obj) not in self.fixed
+        return super().is_safe_attribute(obj, attr, value)
+
+
+def _lists(value: Any) -> Iterator[int]:
+    # Recursion is safe: the parser of the request limits its nesting.
+    if isinstance(value, list):
+        yield id(value)
+    if isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _lists(item)
+
+
+def environment() -> _Environment:
     """Return the environment in which templates are compiled."""
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
-    )
+    extensions = [_Generation, LoopControlExtension, ExprStmtExtension]
+    jinja = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     jinja.filters["tojson"] = _to_json
     jinja.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
     return jinja
@@ -127,7 +148,7 @@ def handler(_: object) -> Callable[[Any], list[str]]:
         template = compiled(request["template"])
         texts = []
         for variables in request["variables"]:
-            parts, length = [], 0
+            parts, length, jinja.fixed = [], 0, frozenset(_lists(variables))
             for part in template.generate(variables):
                 length += len(part)
                 if length > MAX_OUTPUT:

@@ -115,6 +115,19 @@ def test_instructions_at_any_place(name: str, shared_child: ChatTemplate) -> Non
             assert positions == sorted(positions)
 
 
+@pytest.mark.parametrize("statement", ["set _ =", "do"])
+def test_a_template_may_keep_a_queue_in_a_list(statement: str, shared_child: ChatTemplate) -> None:
+    """As that of Kimi K2 in GGUF files: the ids of tool calls are taken by the results that follow them."""
+    source = (
+        "{% set queue = namespace(ids=[]) %}{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{% STATEMENT queue.ids.append(message.content) %}{% elif queue.ids %}{{ queue.ids.pop(0) }}:{% endif %}"
+        "{% endfor %}{{ queue.ids | length }}"
+    ).replace("STATEMENT", statement)
+    turns = [("assistant", "a"), ("assistant", "b"), ("user", "x"), ("assistant", "c"), ("user", "y")]
+    for _ in range(2):  # a list of an earlier rendering is not found again
+        assert render(with_source(shared_child, source), turns, False) == "a:b:1"
+
+
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 1.0)
