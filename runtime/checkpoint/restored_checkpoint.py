@@ -15,7 +15,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 class RestoredCheckpoint(Checkpoint):
-    """A `Checkpoint` that computes gains and kv_b; `settings`: `quantization` of config.json."""
+    """A `Checkpoint` that computes gains and kv_b, and joins groups; `settings`: `quantization` of config.json."""
 
     def __init__(
         self, manifest: Manifest, config: ModelConfig, settings: Fields, *, allow_nonfinite: bool = False
@@ -34,8 +34,12 @@ class RestoredCheckpoint(Checkpoint):
 
     def read_into(self, name: str, out: Tensor) -> None:
         entry = self.entry(name)
-        if entry.parts:
+        if entry.parts and name in self._specs:
             out.copy_(self._joined(entry))
+        elif entry.parts:
+            stored = self._stored(entry)
+            for rows, part in zip(out.chunk(len(entry.parts)), entry.parts, strict=True):
+                stored.read_into(part.name, rows)
         else:
             super().read_into(name, out)
         if entry.added:
@@ -45,13 +49,16 @@ class RestoredCheckpoint(Checkpoint):
         entry = self.entry(name)
         return iter([tensor_bytes(self.read(name))]) if entry.parts or entry.added else super().chunks(name)
 
-    def _joined(self, entry: TensorEntry) -> Tensor:
+    def _stored(self, entry: TensorEntry) -> Checkpoint:
         manifest = Manifest(self.manifest.folder, {part.name: part for part in entry.parts}, self.manifest.files)
-        stored = Checkpoint(manifest, allow_nonfinite=self._allow_nonfinite, cancelled=self._cancelled)
+        return Checkpoint(manifest, allow_nonfinite=self._allow_nonfinite, cancelled=self._cancelled)
+
+    def _joined(self, entry: TensorEntry) -> Tensor:
+        stored = self._stored(entry)
         spec = self._specs[entry.name]
         weights = []
         for half in halves(spec):
-            packing = half_packing(half, self._config, self._settings, manifest.tensors)
+            packing = half_packing(half, self._config, self._settings, stored.manifest.tensors)
             packings = {} if packing is None else {half.name: packing}
             weights.append(read_dense(stored, half, packings, torch.device("cpu")))
         keys = weights[0].view(spec.heads, spec.rank, spec.nope_dim).transpose(1, 2)

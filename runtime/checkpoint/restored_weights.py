@@ -2,7 +2,8 @@
 
 mlx-lm exchanges the last axes of convolutions [channels, 1, taps], adds to the gains of Qwen 3 Next and 3.5 what the
 family adds, and has kv_b of latent attention as two stacks of one matrix per head, keys (transposed) and values, each
-quantized on its own. transformers in memory has the convolutions of queries, keys and values as one.
+quantized on its own. transformers in memory has the convolutions of queries, keys and values as one. InternLM 2 stores
+the rows of queries, keys and values of each key head one after the other.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, mlx
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
-from mycli.runtime.models.part_spec import LinearSpec, Shape
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, Shape
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, KimiDeltaSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, SAFETENSORS_FLOATS
@@ -38,6 +39,10 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     for layer in config.layer_specs:
         if isinstance(layer.mixer, DeltaNetSpec | KimiDeltaSpec) and layer.mixer.convolution.parts:
             _split_convolution(result, layer.mixer.convolution)
+    if config.model_type == "llama":
+        for attention in config.attentions:
+            if isinstance(attention, AttentionSpec):
+                _split_groups(result, attention)
     return result
 
 
@@ -71,6 +76,28 @@ def _split_convolution(tensors: dict[str, TensorEntry], spec: ConvolutionSpec) -
         nbytes = joined.nbytes // spec.channels * shape[0]
         tensors[name] = replace(joined, name=name, shape=shape, offset=offset, nbytes=nbytes)
         offset += nbytes
+
+
+def _split_groups(tensors: dict[str, TensorEntry], spec: AttentionSpec) -> None:
+    # Rows are output features in all layouts but GPTQ's and AWQ's, which stay refused as tensors of another model.
+    prefix = spec.qkv[0].name.rpartition(".")[0]
+    heads = (spec.heads // spec.kv_heads, 1, 1)  # of a group: queries, keys, values
+    for part in ("weight", "bias", "scales", "biases"):
+        joined = tensors.get(f"{prefix}.wqkv.{part}")
+        if joined is None or joined.shape[0] != spec.kv_heads * sum(heads) * spec.head_dim:
+            continue
+        del tensors[joined.name]
+        head_bytes, start = joined.nbytes // (spec.kv_heads * sum(heads)), joined.offset
+        for linear, count in zip(spec.qkv, heads, strict=True):
+            name, shape = f"{linear.name}.{part}", (count * spec.head_dim, *joined.shape[1:])
+            places = [start + group * sum(heads) * head_bytes for group in range(spec.kv_heads)]
+            parts = tuple(
+                replace(joined, name=f"{name}[{group}]", shape=shape, offset=place, nbytes=count * head_bytes)
+                for group, place in enumerate(places)
+            )
+            rows, nbytes = shape[0] * spec.kv_heads, count * head_bytes * spec.kv_heads
+            tensors[name] = replace(parts[0], name=name, shape=(rows, *shape[1:]), nbytes=nbytes, parts=parts)
+            start += count * head_bytes
 
 
 def latent_specs(config: ModelConfig) -> Iterator[LatentAttentionSpec]:

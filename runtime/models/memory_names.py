@@ -1,4 +1,4 @@
-"""Tensor names of transformers 5 in memory and of mlx-lm, where a family's files have others.
+"""Tensor names of transformers 5 in memory, of mlx-lm and of InternLM 2, where a family's files have others.
 
 `save_pretrained(save_original_format=False)` writes the former, and so do tools that store a state dict. They are those
 of transformers' conversion_mapping.py; experts stacked in one tensor are in the declaration of each family.
@@ -20,6 +20,16 @@ RENAMES: Mapping[str, Renames] = {
     "mixtral": ((".mlp.", ".block_sparse_moe."),),
     "minimax_m2": ((".mlp.", ".block_sparse_moe."),),
     "phimoe": ((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")),
+    "llama": (  # InternLM 2's
+        ("model.tok_embeddings.", "model.embed_tokens."),
+        (".attention_norm.", ".input_layernorm."),
+        (".ffn_norm.", ".post_attention_layernorm."),
+        (".attention.wo.", ".self_attn.o_proj."),
+        (".attention.wqkv.", ".self_attn.wqkv."),
+        (".feed_forward.w1.", ".mlp.gate_proj."),
+        (".feed_forward.w2.", ".mlp.down_proj."),
+        (".feed_forward.w3.", ".mlp.up_proj."),
+    ),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
     "ernie4_5_moe": ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
     "exaone_moe": ((_BIAS, ".mlp.e_score_correction_bias"),),

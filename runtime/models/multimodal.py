@@ -36,7 +36,7 @@ _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nem
 _THINKER = "thinker_config"
 # Published before the text model had a section of its own, or converted to MLX without one: its keys are those of the
 # outer config.
-_FLAT = ("hunyuan_vl", "muse_glimmer", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")
+_FLAT = ("hunyuan_vl", "internlm2", "muse_glimmer", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")
 # Keys of the outer config that count before the text_config.
 _OUTER = (
     "dtype",
@@ -55,10 +55,13 @@ _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.backbone.", "backbone."),
     ("language_model.lm_head.", "lm_head."),
+    ("language_model.output.", "lm_head."),  # InternLM 2
     ("model.text_model.", "model."),
     ("lm_head.", "lm_head."),
+    ("output.", "lm_head."),
     # Qwen 2 VL and 2.5 VL as published have no prefix for the text model.
     ("model.embed_tokens.", "model.embed_tokens."),
+    ("model.tok_embeddings.", "model.embed_tokens."),
     ("model.layers.", "model.layers."),
     ("model.norm.", "model.norm."),
 )
@@ -112,6 +115,9 @@ class TextPart:
             values[MULTIMODAL] = {"model_type": outer_type, **_image_positions(raw, ropes.values())}
         if stored == "glm_ocr_text":  # has no biases, whatever the config says
             values["attention_bias"] = False
+        if stored == "internlm2":
+            values["attention_bias"] = values.pop("bias", True)
+            values.pop("auto_map", None)  # the code of InternLM 2, which would read a copy
         if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
             values["norm_topk_prob"] = True
         values.pop("architectures", None)

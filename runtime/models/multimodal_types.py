@@ -34,6 +34,7 @@ TEXT_PARTS: dict[str, str] = {
     "hyperclovax_vision_v2": "hyperclovax",
     "idefics2": "mistral",
     "idefics3": "llama",
+    "internlm2": "internlm2",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",
     "janus": "llama",
@@ -86,6 +87,7 @@ FAMILIES = {
     "glm_ocr_text": "glm4",
     "granite4_vision_text": "granite",
     "hunyuan_vl_text": "hunyuan_v1_dense",
+    "internlm2": "llama",  # with other names, and q, k and v in one tensor, which `restored_weights` takes apart
     "paddleocr_vl_text": "llama",
     "qwen2_5_omni_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -250,7 +252,7 @@ TIED_BY_EITHER = (
     *("fast_vlm", "glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl"),
     *("glm_ocr", "hunyuan_vl", "paddleocr_vl", "perception_lm", "video_llama_3"),
 )
-TIED_BY_SECTION = ("internvl_chat", "kimi_vl", "llama4")  # which hold a whole causal model, head included
+TIED_BY_SECTION = ("internlm2", "internvl_chat", "kimi_vl", "llama4")  # a whole causal model, head included
 NEVER_TIED = (  # by transformers 4, as their sections say
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",

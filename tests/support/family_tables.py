@@ -60,7 +60,7 @@ def tables() -> str:
         lines.append(f"| `{family}` | {_models(family)} | {'; '.join(passes)} | {', '.join(tested)} |")
     lines += [
         "",
-        "Multimodal folders run as their text model:",
+        "Multimodal folders, and `internlm2`, run as their text model:",
         "",
         "| text model unless the folder names another | `model_type` of folders |",
         "|---|---|",
