@@ -70,6 +70,14 @@ def publish_deepseek(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def publish_sarvam(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a DeepSeek-V3 with the keys of Sarvam's; its tensors have the same names."""
+    published = {_BAILING_KEYS.get(key, key): value for key, value in config.items() if key != "attention_bias"}
+    rope = {**config["rope_parameters"], "type": "deepseek_yarn"}
+    del published["rope_parameters"]
+    return {**published, "rope_scaling": {key: value for key, value in rope.items() if key != "rope_type"}}
+
+
 def publish_ling_1(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Rename the tensors of a DeepSeek-MoE to those of Ling's first version, and return the config with its keys."""
     save_file(join_heads(load_file(path)), path)

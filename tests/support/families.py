@@ -12,7 +12,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from tests.support.bailing import publish_bailing, publish_deepseek, without_shared_gates
+from tests.support.bailing import publish_bailing, publish_deepseek, publish_sarvam, without_shared_gates
 from tests.support.dense_families import DENSE
 from tests.support.exaone import publish_exaone
 from tests.support.expert_families import EXPERTS
@@ -40,9 +40,17 @@ ALIASES = {
     "mimo": "qwen2",
     "minicpm": "granite",
     "nemotron-nas": "llama",
+    "sarvam_mla": "deepseek_v3",
+    "sarvam_moe": "glm4_moe",
 }
 # What gives files of these the names of published ones, and returns their config.
-PUBLISHED = {"bailing_moe": publish_bailing, "deepseek": publish_deepseek, "exaone": publish_exaone}
+PUBLISHED = {
+    "bailing_moe": publish_bailing,
+    "deepseek": publish_deepseek,
+    "exaone": publish_exaone,
+    "sarvam_mla": publish_sarvam,
+    "sarvam_moe": publish_bailing,
+}
 # Keys that the reference needs and the published config lacks.
 REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
 # Text model classes that transformers registers only among those for images, or does not have.

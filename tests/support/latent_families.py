@@ -71,6 +71,10 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "sarvam_mla-yarn-ungrouped": (
+        "sarvam_mla",
+        {**V3, **SIZES, **YARN, "q_lora_rank": None, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    ),
     "kimi_k2-ungrouped": ("kimi_k2", {**V3, **SIZES, "n_group": 1, "topk_group": 1}),
     "glm4_moe_lite-8top3": ("glm4_moe_lite", {**IDS, **EXPERTS, **SIZES}),
     "glm4_moe_lite-odd-sizes-sparse-first-tied": (

@@ -50,6 +50,17 @@ MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "sarvam_moe-8top2-norms": (
+        "sarvam_moe",
+        {
+            **ROUTED8,
+            "head_dim": 24,
+            "partial_rotary_factor": 1.0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
     "deepseek-normalized-tied": (
         "deepseek",
         {

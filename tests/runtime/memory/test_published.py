@@ -77,6 +77,8 @@ UNPUBLISHED = {
     "nanochat",
     "nemotron-nas",
     "olmo_hybrid",
+    "sarvam_mla",
+    "sarvam_moe",
 }
 
 
