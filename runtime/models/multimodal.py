@@ -14,6 +14,7 @@ from mycli.runtime.models.multimodal_types import (
     FAMILIES,
     NEVER_TIED,
     TEXT_PARTS,
+    TEXT_VERSIONS,
     TIED_BY_DEFAULT,
     TIED_BY_EITHER,
     TIED_BY_SECTION,
@@ -36,7 +37,9 @@ _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat and Nem
 _THINKER = "thinker_config"
 # Published before the text model had a section of its own, or converted to MLX without one: its keys are those of the
 # outer config.
-_FLAT = ("hunyuan_vl", "internlm2", "muse_glimmer", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")
+_FLAT = (
+    *("hunyuan_vl", "internlm2", "minicpmo", "minicpmv", "muse_glimmer", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"),
+)
 # Keys of the outer config that count before the text_config.
 _OUTER = (
     "dtype",
@@ -57,6 +60,8 @@ _TEXT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("language_model.output.", "lm_head."),  # InternLM 2
     ("model.text_model.", "model."),
+    ("llm.model.", "model."),
+    ("llm.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
     ("output.", "lm_head."),
     # Qwen 2 VL and 2.5 VL as published have no prefix for the text model.
@@ -98,7 +103,7 @@ class TextPart:
         section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
         tie, head_by_files = _tie(raw, section, outer_type)
-        stored = section.text("model_type", TEXT_PARTS[outer_type])
+        stored = section.text("model_type", _flat_type(section, outer_type))
         model_type = FAMILIES.get(stored, stored)
         values = {
             **CLASS_DEFAULTS.get(outer_type, CLASS_DEFAULTS.get(stored, {})),
@@ -117,10 +122,10 @@ class TextPart:
             values["attention_bias"] = False
         if stored == "internlm2":
             values["attention_bias"] = values.pop("bias", True)
-            values.pop("auto_map", None)  # the code of InternLM 2, which would read a copy
         if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
             values["norm_topk_prob"] = True
         values.pop("architectures", None)
+        values.pop("auto_map", None)  # code for the whole model, with which transformers would read a copy
         if model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[model_type]]
         values |= {key: _renamed(values[key]) for key in ("quantization_config", "quantization") if key in values}
@@ -187,6 +192,14 @@ def _tie(raw: Fields, section: Fields, outer_type: str) -> tuple[dict[str, Any],
     # the section. Without files, which hold no head if it is tied, the section or its family's default counts.
     by_files = outer_type in TIED_BY_DEFAULT or section_ties
     return ({} if by_files else {_TIE: False}), by_files
+
+
+def _flat_type(section: Fields, outer_type: str) -> str:
+    """Return the type of a section that does not say it."""
+    if not section.has("version") or outer_type not in ("minicpmo", "minicpmv"):
+        # The first MiniCPM-V has the multipliers of MiniCPM.
+        return "minicpm" if outer_type == "minicpmv" and section.has("scale_emb") else TEXT_PARTS[outer_type]
+    return TEXT_VERSIONS.get(str(section.values["version"]), outer_type)
 
 
 def _without_sections(raw: Fields) -> dict[str, Any]:

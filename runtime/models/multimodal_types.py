@@ -49,12 +49,16 @@ TEXT_PARTS: dict[str, str] = {
     "llava_next_video": "llama",
     "llava_onevision": "qwen2",
     "minicpm_ocr": "qwen3_5_text",
+    "minicpmo": "qwen2",
+    "minicpmv": "llama",
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
     "muse_glimmer": "muse_glimmer_text",
     "nemotron_h_omni": "nemotron_h",
+    "ovis": "qwen2",
     "ovis2": "qwen2",
+    "ovis2_5": "qwen3",
     "paddleocr_vl": "paddleocr_vl_text",
     "perception_lm": "llama",
     "qianfan_ocr": "qwen3",
@@ -78,6 +82,8 @@ TEXT_PARTS: dict[str, str] = {
     "vlm": "hyperclovax",
     "voxtral": "llama",
 }
+# The text models of MiniCPM-V and -o by the `version` of the outer config.
+TEXT_VERSIONS = {"2.6": "qwen2", "4": "llama", "4.0": "llama", "4.5": "qwen3"}
 # Text models that differ from a plain family only in name or in M-RoPE, which rotates text as plain rope does: the
 # three positions of a token that is no image or video are equal.
 FAMILIES = {
@@ -252,7 +258,8 @@ TIED_BY_EITHER = (
     *("fast_vlm", "glm4v", "glm4v_moe", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl"),
     *("glm_ocr", "hunyuan_vl", "paddleocr_vl", "perception_lm", "video_llama_3"),
 )
-TIED_BY_SECTION = ("internlm2", "internvl_chat", "kimi_vl", "llama4")  # a whole causal model, head included
+# The section is that of a whole causal model, head included.
+TIED_BY_SECTION = ("internlm2", "internvl_chat", "kimi_vl", "llama4", "minicpmo", "minicpmv", "ovis", "ovis2_5")
 NEVER_TIED = (  # by transformers 4, as their sections say
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",

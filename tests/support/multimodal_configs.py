@@ -29,8 +29,8 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_audio": ("qwen2_audio", "qwen2", IDS, {}),
     "voxtral": ("voxtral", "llama", IDS, {}),
 }
-# transformers has no class of internvl_chat, vlm and of Nemotron as published, and builds gemma3n and perception_lm
-# with other packages only; Omni models hold a thinker.
+# transformers has no class of those as published by others, and builds gemma3n and perception_lm with other packages
+# only; Omni models hold a thinker.
 UNTESTED = {
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
@@ -38,6 +38,10 @@ UNTESTED = {
     "internvl_chat",
     "gemma3n",
     "kimi_vl",
+    "minicpmo",
+    "minicpmv",
+    "ovis",
+    "ovis2_5",
     "perception_lm",
     "qwen2_5_omni",
     "qwen3_omni_moe",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.models.multimodal_types import FAMILIES
 from mycli.runtime.models.registry import parse_config
@@ -258,6 +259,38 @@ def test_glm_ocr_with_its_mtp_head(tmp_path: Path) -> None:
     tensors["model.language_model.layers.3.eh_proj.weight"] = torch.zeros(2)
     save_file(tensors, tmp_path / "model.safetensors")
     check_logits(reference, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outer", "version", "case"),
+    [
+        ("minicpmv", {}, "llama-gqa4:2-hd16"),
+        ("minicpmv", {"version": 2.6}, "qwen2-biases"),
+        ("minicpmv", {"version": "4.0"}, "llama-mha4-tied"),
+        ("minicpmv", {"version": 4.5}, "qwen3-qk-norm-hd32"),
+        ("minicpmo", {"version": "4.5"}, "qwen3-qk-norm-hd32"),
+        ("ovis", None, "qwen2-biases"),
+        ("ovis2_5", None, "qwen3-qk-norm-hd32"),
+    ],
+)
+def test_minicpm_v_and_ovis_as_published(outer: str, version: dict[str, Any] | None, case: str, tmp_path: Path) -> None:
+    """The version says which text model MiniCPM-V has; its keys are those of the outer config."""
+    reference = make(tmp_path, *CASES[case])
+    text = json.loads((tmp_path / "config.json").read_text())
+    flat = {**text, **(version or {}), "slice_config": {}, "auto_map": {"AutoModel": "modeling_minicpmv.MiniCPMV"}}
+    raw = {"llm_config": text} if version is None else flat
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": outer, "vision_config": {}}))
+    rename(tmp_path, "llm.model.", "llm.lm_head.")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "vpm.embeddings.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert "auto_map" not in open_model_folder(tmp_path).raw.values
+    check_logits(reference, tmp_path)
+
+
+def test_an_unknown_version_of_minicpm_v_is_refused() -> None:
+    raw = Fields({"model_type": "minicpmv", "version": 9, "hidden_size": 8}, "config.json")
+    with pytest.raises(ModelError, match="'minicpmv' is not supported"):
+        parse_config(TextPart.from_config(raw).config)
 
 
 def test_perception_lm_with_its_encoder(tmp_path: Path) -> None:
