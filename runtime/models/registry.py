@@ -7,11 +7,12 @@ from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
-# Known families that cannot run, so that the error names the missing feature: all other causal models of transformers.
+# Known families that cannot run, so that the error names the missing feature: all other models of transformers that
+# write text, and some that others publish.
 _REASONS: dict[str, tuple[str, ...]] = {
     "encoder-decoder models are not implemented": (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
-        *("prophetnet", "t5", "t5gemma", "trocr", "whisper"),
+        *("pp_formulanet", "prophetnet", "t5", "t5gemma", "t5gemma2", "trocr", "udop", "whisper"),
     ),
     "it is an encoder, not a decoder": (
         *("bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
@@ -26,7 +27,15 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "its indexer attention, which selects keys for each query, is not implemented": (
         *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-        *("minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text"),
+        *(
+            "glm5_next",
+            "glm5_next_text",
+            "minimax_m3_vl",
+            "minimax_m3_vl_text",
+            "mistral_large4",
+            "mistral_large4_text",
+        ),
+        *("qwen4_exp", "qwen4_exp_text"),
     ),
     "its Mamba-1 layers are not implemented": ("falcon_mamba", "jamba", "mamba", "zamba"),
     "its recurrent layers are not implemented": ("recurrent_gemma", "rwkv", "xlstm"),
@@ -34,7 +43,52 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its attention over permuted or hashed positions is not implemented": ("reformer", "xlnet"),
     "its cross-attention to images is not implemented": ("mllama",),
     "models of images, speech or music are not implemented": (
-        *("emu3", "fuyu", "git", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal"),
+        *(
+            "aria",
+            "blip",
+            "blip-2",
+            "canary",
+            "chameleon",
+            "cohere_asr",
+            "cohere_compass",
+            "cosmos3_edge",
+            "cosmos3_omni",
+        ),
+        *(
+            "deepseek_ocr2",
+            "deepseek_vl_v2",
+            "dia",
+            "emu3",
+            "evolla",
+            "florence2",
+            "fuyu",
+            "git",
+            "granite_docling",
+            "idefics",
+        ),
+        *(
+            "instructblip",
+            "instructblipvideo",
+            "kosmos-2",
+            "kosmos-2.5",
+            "kyutai_speech_to_text",
+            "molmo2",
+            "moonshine",
+        ),
+        *("moonshine_streaming", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "nemo_speechlm"),
+        *(
+            "paligemma",
+            "phi3_v",
+            "phi4_multimodal",
+            "phi4mm",
+            "pi0",
+            "pix2struct",
+            "pop2piano",
+            "pp_chart2table",
+            "seamless_m4t",
+        ),
+        *("seamless_m4t_v2", "shieldgemma2", "speech-encoder-decoder", "speech_to_text", "speecht5", "unlimited_ocr"),
+        *("vibevoice", "vision-encoder-decoder", "voxtral_realtime"),
     ),
     "draft models that read the cache of another model are not implemented": (
         *("gemma4_assistant", "gemma4_unified_assistant"),
@@ -43,10 +97,17 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers of two attentions with a shortcut mixture of experts are not implemented": ("longcat_flash",),
     "its experts of attention heads are not implemented": ("jetmoe",),
     "its logits by relative position and convolutions inside layers are not implemented": (
-        *("inkling_text", "inkling2_text"),
+        *("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
     ),
     "its convolutions of queries and keys and router of several layers are not implemented": ("zaya",),
-    "its stacks of layers that run several times are not implemented": ("hrm_text",),
+    "its stacks of layers that run several times are not implemented": ("hrm_text", "iquestloopcoder", "nanbeige"),
+    "its clamped SiLU, with a limit for each layer, is not implemented": ("step3p5", "step3p7"),
+    "its experts for images among those for text are not implemented": ("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
+    "its normalized head is not implemented": ("baichuan",),
+    "its queries, keys and values in one tensor are not implemented": ("mimo_v2",),
+    "its gates of the residual stream are not implemented": ("muse_spark", "muse_spark_text"),
+    "its layout is not read; its later copies, whose names end in -hf, have the type glm": ("chatglm",),
+    "it writes by diffusion, which is not implemented": ("diffusion_gemma", "diffusion_gemma_text"),
     "its patches of bytes are not implemented": ("blt",),
     "its sums of the residual stream, scaled by depth, are not implemented": ("beam",),
     "no file declares this family yet": ("aria_text", "axk1", "cohere_compass_text", "modernbert-decoder"),

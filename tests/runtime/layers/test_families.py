@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -20,8 +20,8 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models import multimodal
 from mycli.runtime.models.memory_names import RENAMES
+from mycli.runtime.models.multimodal_types import TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.bailing import publish_ling_1
@@ -179,10 +179,16 @@ def test_every_family_has_a_case() -> None:
     assert {model_type for model_type, _ in CASES.values()} == set(families()) - EMBEDDING
 
 
-def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -> None:
-    running = {*families(), *multimodal.TEXT_PARTS}
+def test_every_generative_model_of_transformers_runs_or_is_refused_with_a_reason() -> None:
+    running = {*families(), *TEXT_PARTS}
     assert not running & REFUSED.keys()
-    assert not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - running - REFUSED.keys()
+    mappings = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    assert not set().union(*mappings) - running - REFUSED.keys()
 
 
 # Tokens and the limit of the context, and a number that the shapes of tensors have to agree with.
