@@ -201,6 +201,10 @@ class ModelFolder:
                     if other != stored:
                         raise damaged(f"{other:.80} and {stored:.80}: one tensor of the model under two names")
                     selected[item.name] = item
+        head = selected.get(_HEAD)
+        # In 16 or 32 bits: mlx-lm divides before it quantizes.
+        if isinstance(self.part, TextPart) and self.part.norm_head and head and head.dtype in SAFETENSORS_FLOATS:
+            selected[_HEAD] = replace(head, divided=True)
         return restore_entries(selected, self.config, self._mlx_settings)
 
     @property
@@ -228,7 +232,7 @@ class ModelFolder:
 
         manifest = self.checked_manifest()
         checkpoint = Checkpoint(manifest, allow_nonfinite=allow_nonfinite)
-        if any(entry.added or entry.parts for entry in manifest.tensors.values()):
+        if any(entry.added or entry.divided or entry.parts for entry in manifest.tensors.values()):
             from mycli.runtime.checkpoint.restored_checkpoint import RestoredCheckpoint  # few folders have such tensors
 
             checkpoint = RestoredCheckpoint(manifest, self.config, self._mlx_settings, allow_nonfinite=allow_nonfinite)

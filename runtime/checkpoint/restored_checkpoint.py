@@ -13,9 +13,11 @@ from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
+_COLUMNS = 256
+
 
 class RestoredCheckpoint(Checkpoint):
-    """A `Checkpoint` that computes gains and kv_b, and joins groups; `settings`: `quantization` of config.json."""
+    """A `Checkpoint` that computes gains, heads, kv_b and joined groups; `settings`: config.json's `quantization`."""
 
     def __init__(
         self, manifest: Manifest, config: ModelConfig, settings: Fields, *, allow_nonfinite: bool = False
@@ -44,10 +46,16 @@ class RestoredCheckpoint(Checkpoint):
             super().read_into(name, out)
         if entry.added:
             out.sub_(entry.added)
+        if entry.divided:
+            # Ling's own constant. In parts of the columns, as whole heads in fp32 take gigabytes.
+            for columns in torch.split(out, _COLUMNS, dim=1):
+                values = columns.float()
+                columns.copy_(values / (values.norm(dim=0, keepdim=True) + 1e-7))
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         entry = self.entry(name)
-        return iter([tensor_bytes(self.read(name))]) if entry.parts or entry.added else super().chunks(name)
+        changed = entry.parts or entry.added or entry.divided
+        return iter([tensor_bytes(self.read(name))]) if changed else super().chunks(name)
 
     def _stored(self, entry: TensorEntry) -> Checkpoint:
         manifest = Manifest(self.manifest.folder, {part.name: part for part in entry.parts}, self.manifest.files)

@@ -50,6 +50,7 @@ _OUTER = (
     "quantization",  # MLX
 )
 _TIE = "tie_word_embeddings"
+_NORM_HEAD = "norm_head"
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _TEXT_PREFIXES = (
     ("model.language_model.model.", "model."),  # HyperCLOVA X as published holds a whole causal model
@@ -79,11 +80,13 @@ class TextPart:
 
     outer_type: `model_type` of the multimodal model, None for a plain text model.
     head_by_files: the outer config does not say whether the head is tied; it is unless the files hold one.
+    norm_head: each column of the stored head has still to be divided by its norm (Ling 1).
     """
 
     config: Fields
     outer_type: str | None = None
     head_by_files: bool = False
+    norm_head: bool = False
 
     @property
     def depends_on_files(self) -> bool:
@@ -99,7 +102,10 @@ class TextPart:
             raw = Fields({**raw.object(_THINKER).values, **outer, "model_type": outer_type}, raw.source)
         key = next((name for name in _SECTIONS if raw.has(name)), None)
         if outer_type not in TEXT_PARTS or (key is None and outer_type not in _FLAT):
-            return cls(raw)
+            # Read with the division done, so that copies, which may quantize the head, do not ask for it.
+            divides = outer_type == "bailing_moe" and raw.values.get(_NORM_HEAD) is True
+            divides = divides and raw.values.get(_TIE) is not True
+            return cls(Fields({**raw.values, _NORM_HEAD: False}, raw.source) if divides else raw, norm_head=divides)
         section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
         tie, head_by_files = _tie(raw, section, outer_type)

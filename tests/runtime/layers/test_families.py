@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -173,6 +174,29 @@ def test_the_first_version_of_ling_is_deepseek_moe_with_other_names(tmp_path: Pa
     with torch.no_grad():
         expected = reference(tokens).logits
     assert (whole(load_model(open_model_folder(tmp_path), CPU).model, tokens) - expected).abs().max() <= 1e-4
+
+
+def test_the_head_of_the_first_version_of_ling_is_divided_by_the_norms_of_its_columns(tmp_path: Path) -> None:
+    """Copies, whose heads are divided, do not ask for it again."""
+    model_type, changes = CASES["deepseek-normalized-tied"]
+    reference = make(tmp_path, model_type, {**changes, "tie_word_embeddings": False})
+    raw = publish_ling_1(tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "norm_head": True}))
+    head = reference.get_output_embeddings().weight
+    head.data = torch.nn.functional.normalize(head.data, dim=0)
+    folder = open_model_folder(tmp_path)
+    assert folder.raw.values["norm_head"] is False
+    checkpoint = folder.checkpoint()
+    assert torch.equal(checkpoint.read("lm_head.weight").view(torch.uint8).flatten(), stored(checkpoint))
+    tokens = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def stored(checkpoint: Checkpoint) -> torch.Tensor:
+    """Return the bytes of the head as a copy is written from them."""
+    return torch.tensor([byte for chunk in checkpoint.chunks("lm_head.weight") for byte in chunk], dtype=torch.uint8)
 
 
 def test_every_family_has_a_case() -> None:
