@@ -69,8 +69,9 @@ def tables() -> str:
     for family in sorted(set(texts.values())):
         folders = ", ".join(f"`{outer}`" for outer in sorted(texts) if texts[outer] == family)
         lines.append(f"| `{family}` | {folders} |")
-    lines += ["", "| refused `model_type` | reason |", "|---|---|"]
-    lines += [f"| `{family}` | {why} |" for family, why in sorted(REFUSED.items())]
+    lines += ["", "| refused because | `model_type` |", "|---|---|"]
+    for why in sorted(set(REFUSED.values())):
+        lines.append(f"| {why} | {', '.join(f'`{family}`' for family in sorted(REFUSED) if REFUSED[family] == why)} |")
     return "\n".join(lines)
 
 
