@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mycli.runtime.models.config import ModelConfig
 
-CommitTokens = Callable[[int], None]  # advances one layer's state by the first n tokens of a pass
-CommitPass = Callable[[Mapping[int, int]], None]  # advances all layers' states, by slot by the first n tokens
+StateUpdate = Callable[[Mapping[int, int]], None]  # advances the states of slots by their first n tokens of a pass
 
 
 class StateStore:
@@ -25,8 +24,7 @@ class StateStore:
             if spec.recurrent is not None
         }
         self.recurrent = bool(self._layers)  # whether any layer has a state
-        self._deferred: dict[int, list[CommitTokens]] = {}  # by slot
-        self._commit_pass: CommitPass | None = None
+        self._updates: list[StateUpdate] = []  # of the last draft pass
         self._undecided: set[int] = set()  # slots of that pass whose number of accepted tokens is not known
         self._accepted: dict[int, int] = {}  # by slot, where it is
 
@@ -65,35 +63,29 @@ class StateStore:
             at += part.nbytes
 
     # A recurrent state cannot be rolled back, so draft passes defer their update instead of copying the state before.
-    def defer(self, slot: int, commit: CommitTokens) -> None:
-        """Queue the update of one layer's state in `slot`, which the last pass left unchanged."""
-        self._deferred.setdefault(slot, []).append(commit)
+    def defer_pass(self, slots: Iterable[int], update: StateUpdate) -> None:
+        """Queue an update of states in `slots` that the last pass left unchanged: those of a layer, or of all layers.
 
-    def defer_pass(self, slots: Iterable[int], commit: CommitPass) -> None:
-        """Queue the update of all layers' states in `slots`, which the last pass left unchanged.
-
-        `commit` runs once all these slots are committed, or earlier for some slots if a state is read.
+        It runs once all slots of the pass are committed, or earlier for some slots if a state is read.
         """
-        self._commit_pass, self._undecided, self._accepted = commit, set(slots), {}
+        self._updates.append(update)
+        self._undecided.update(slots)
 
     def commit_drafts(self, slot: int, count: int) -> None:
         """Advance the slot's states by the first `count` tokens of the last draft pass; discard the rest."""
-        for commit in self._deferred.pop(slot, ()):
-            commit(count)
         if slot in self._undecided:
             self._undecided.remove(slot)
             self._accepted[slot] = count
             if not self._undecided:
-                self._commit_accepted()
-                self._commit_pass = None
+                self.discard_drafts()
 
     def discard_drafts(self) -> None:
         """Drop updates that were queued and never committed, as after a pass that was interrupted."""
         self._commit_accepted()
-        self._deferred.clear()
-        self._commit_pass, self._undecided, self._accepted = None, set(), {}
+        self._updates, self._undecided = [], set()
 
     def _commit_accepted(self) -> None:
         accepted, self._accepted = self._accepted, {}
-        if self._commit_pass is not None and any(accepted.values()):
-            self._commit_pass(accepted)
+        if any(accepted.values()):
+            for update in self._updates:
+                update(accepted)

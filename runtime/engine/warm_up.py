@@ -64,7 +64,7 @@ def warm_up_passes(
         report(done, len(runs))
         for _ in range(_TIMES):
             run()
-    engine.cache.states.discard_drafts()
+            engine.cache.states.discard_drafts()  # they hold the rows of their pass
     report(len(runs), len(runs))
     return len(runs)
 

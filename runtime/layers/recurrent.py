@@ -4,8 +4,7 @@ The states of a pass are in the slots of a `StateStore` (`BatchStates`), or star
 (`PromptStates`).
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -92,13 +91,13 @@ def defer_advance(
         return
     new_rows = tuple(tensor[0, first : first + chunk.count] for tensor in rows)
     state = tuple(tensor[chunk.state : chunk.state + 1] for tensor in states)
-    store.defer(chunk.state, partial(_replay, new_rows, state, step))
 
+    @torch.inference_mode()
+    def replay(accepted: Mapping[int, int]) -> None:
+        if count := accepted.get(chunk.state, 0):
+            step(tuple(tensor[:count] for tensor in new_rows), state, Runs.alike(1, count))
 
-@torch.inference_mode()
-def _replay(rows: Rows, states: tuple[Tensor, ...], step: Advance, count: int) -> None:
-    if count:
-        step(tuple(tensor[:count] for tensor in rows), states, Runs.alike(1, count))
+    store.defer_pass((chunk.state,), replay)
 
 
 class Convolution(nn.Module):

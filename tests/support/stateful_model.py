@@ -1,5 +1,6 @@
 """Implements a model whose recurrent state is a sum over all previous tokens, to detect wrong states."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -53,10 +54,14 @@ class StatefulModel(PrefixModel):
             assert tuple(place.int().tolist()) == summed((0, 0), text), "the state of another text"
             new = list(chunk.tokens)
             if chunk.drafted:
-                cache.states.defer(chunk.state, partial(_take_on, place, new))
+                cache.states.defer_pass((chunk.state,), partial(_take_on_accepted, place, new, chunk.state))
             else:
                 _take_on(place, new, len(new))
         return super().forward(batch, rope, cache, hook)
+
+
+def _take_on_accepted(place: Tensor, tokens: list[int], slot: int, accepted: Mapping[int, int]) -> None:
+    _take_on(place, tokens, accepted.get(slot, 0))
 
 
 def _take_on(place: Tensor, tokens: list[int], count: int) -> None:
