@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,7 +96,7 @@ class LoadedModel:
     score: "ScoreSpec | None" = None  # of a generative reranker that says it
     cross_encoder: "CrossEncoder | None" = None  # of a reranker with a head of its own
 
-    @property
+    @cached_property
     def vocabulary_size(self) -> int:
         return _vocabulary_size(self.tokenizer)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from mycli.runtime.engine.loading import loader
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
 from tests.support.embedding_models import (
@@ -136,6 +137,17 @@ def test_token_ids_prompts_and_dimensions(servers: dict[str, Served]) -> None:
     assert (vectors(served, [TEXTS[0]], input_type="query") == prompted).all()
     short = vectors(served, [TEXTS[0]], dimensions=16)[0]
     assert short.shape == (16,) and abs(numpy.linalg.norm(short) - 1) < 1e-6
+
+
+def test_the_vocabulary_is_not_counted_for_every_text(
+    servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting 250,000 tokens takes 10 ms, and langchain-openai sends 1,000 texts as token ids."""
+    counted = list[int]()
+    monkeypatch.setattr(loader, "_vocabulary_size", lambda _: counted.append(1) or 5000)
+    served = servers["qwen3"]
+    assert len(vectors(served, [[1, 2]] * 20)) == 20  # type: ignore[list-item]  # texts as ids
+    assert len(counted) <= 1
 
 
 @pytest.mark.parametrize(
