@@ -183,7 +183,7 @@ def read_options(body: OllamaRequest, context: int) -> tuple[Sampling, int | Non
     sampling = Sampling.model_validate({**fields, "repetition_penalty": options.repeat_penalty})
     sampling = sampling.model_copy(update={"temperature": options.temperature})
     limit = options.num_predict
-    return sampling, None if limit is None or limit < 0 else limit, omitted
+    return sampling, limit if limit is not None and limit > 0 else None, omitted  # 0 is no limit in Ollama, either
 
 
 def read_format(body: OllamaRequest) -> ResponseFormat | None:

@@ -190,6 +190,13 @@ def test_sampling_options_reach_the_sampler(served: Served) -> None:
     assert ours == theirs["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_zero_is_none(served: Served, limit: int) -> None:
+    body = {"model": "pico", "messages": MESSAGES, "options": {"num_predict": limit, "temperature": 0}}
+    answer = served.ask("POST", "/api/chat", {**body, "stream": False}).json
+    assert answer["done_reason"] == "stop" and answer["eval_count"] > 1
+
+
 def test_a_temperature_above_two_is_sampled_with_here_and_refused_in_openais_interface(served: Served) -> None:
     body = {"model": "pico", "messages": MESSAGES, "stream": False}
     hot = {**body, "options": {"temperature": 2.5, "num_predict": 1}}
