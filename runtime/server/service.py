@@ -270,8 +270,10 @@ class Service(ServerState):
             _check_beams(body, grammar, top)
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
-        stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids
-        if fills_in and self.loaded.tokenizer.fim_tokens is not None and not body.ignore_eos:
+        # A format ends where its grammar ends: what followed would match nothing.
+        endless = body.ignore_eos and (grammar is None or grammar.free)
+        stop_ids = frozenset() if endless or scored else self.loaded.stop_ids
+        if fills_in and self.loaded.tokenizer.fim_tokens is not None and not endless:
             stop_ids |= self.loaded.tokenizer.fim_tokens.ends
         if body.stop_token_ids:
             self.check_ids(body.stop_token_ids, "stop_token_ids")

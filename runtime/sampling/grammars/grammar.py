@@ -291,7 +291,7 @@ class Grammar:
         # The output format alone, if calls are an alternative to it: an error in it is reported under its own field.
         self.otherwise: Grammar | None = None
         self._source, self._table, self._symbols = source, table, symbols
-        self._reasoning, self._free = reasoning, free
+        self._reasoning, self.free = reasoning, free
         self._start: Any = None
         self._ending: Ending | None = None
 
@@ -355,7 +355,7 @@ class Grammar:
         assert self._ending is not None, "the grammar is not compiled"
         parsers = [self._start.deep_copy() for _ in range(sequences)]
         limits = limits or ReplyLimits()
-        return GrammarState(self.kind, parsers, self._ending, self._symbols, limits, self._reasoning, self._free)
+        return GrammarState(self.kind, parsers, self._ending, self._symbols, limits, self._reasoning, self.free)
 
 
 def _check_size(text: str, source: str, most: int = MAX_SOURCE) -> None:

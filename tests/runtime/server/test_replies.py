@@ -232,6 +232,14 @@ def test_every_protocol_counts_tokens_alike(served: Served, stream: bool) -> Non
     assert message["output_tokens"] == response["output_tokens"] == 3 and response["total_tokens"] == prompt + 3
 
 
+def test_a_format_ends_a_reply_that_ignores_end_tokens(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["red", "blue"]}}}
+    answer = served.chat("Go", response_format=form, ignore_eos=True, max_tokens=24).json["choices"][0]
+    assert json.loads(answer["message"]["content"]) in ("red", "blue") and answer["finish_reason"] == "stop"
+    endless = served.chat("Go", ignore_eos=True, max_tokens=24).json
+    assert endless["usage"]["completion_tokens"] == 24
+
+
 def test_a_template_sees_calls_and_answers(scripted: Scripted, reasoning: LoadedModel) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
