@@ -1,4 +1,4 @@
-"""Turns a SentencePiece tokenizer.json into GGUF metadata, the inverse of `runtime.tokenizer.gguf_tokenizer`.
+"""Turns a SentencePiece tokenizer.json into GGUF metadata, the inverse of `sentencepiece_bpe`.
 
 llama.cpp joins the pair of pieces whose joined token has the best score; tokenizer.json ranks the pairs. Both agree if
 every way of cutting a token in two is a merge, and all merges into a token have neighbouring ranks, as where the merges
@@ -10,16 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.gguf_tokenizer import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER,
-    derived_merges,
-    ggml_key,
-)
+from mycli.runtime.tokenizer.gguf_bpe import derived_merges
+from mycli.runtime.tokenizer.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, ggml_key
 from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
 from mycli.runtime.utils.json_fields import Fields
 

@@ -16,7 +16,8 @@ from mycli.quant.export._gguf_sentencepiece import (
 )
 from mycli.runtime.tokenizer.chat_template import special_tokens_map
 from mycli.runtime.tokenizer.fill_in_middle import FIM_NAMES, find_fim_tokens
-from mycli.runtime.tokenizer.gguf_tokenizer import CONTROL, FIM_IDS, NORMAL, SPECIAL_IDS, UNUSED, USER, ggml_key
+from mycli.runtime.tokenizer.gguf_tokenizer import FIM_IDS, SPECIAL_IDS
+from mycli.runtime.tokenizer.gguf_vocabulary import CONTROL, NORMAL, UNUSED, USER, ggml_key
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
 from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
 from mycli.runtime.utils.json_fields import Fields

@@ -27,7 +27,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import MULTIMODAL
 from mycli.runtime.models.part_spec import Shape
-from mycli.runtime.tokenizer.gguf_tokenizer import ggml_key
+from mycli.runtime.tokenizer.gguf_vocabulary import ggml_key
 from mycli.runtime.utils.json_fields import Fields
 
 # Fields of a config that are compared besides its layers and shapes.

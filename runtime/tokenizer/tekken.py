@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mycli.runtime.tokenizer.detokenizer import byte_alphabet
-from mycli.runtime.tokenizer.gguf_tokenizer import CONTROL, added_tokens, bpe_model
+from mycli.runtime.tokenizer.gguf_bpe import bpe_model
+from mycli.runtime.tokenizer.gguf_vocabulary import CONTROL, added_tokens
 from mycli.runtime.tokenizer.split_patterns import KNOWN_PATTERNS, PreTokenizer
 from mycli.runtime.utils.json_fields import Fields
 

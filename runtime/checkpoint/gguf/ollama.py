@@ -11,7 +11,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
-from mycli.runtime.tokenizer.gguf_tokenizer import BYTE, NORMAL, ggml_key
+from mycli.runtime.tokenizer.gguf_vocabulary import BYTE, NORMAL, ggml_key
 from mycli.runtime.utils.json_fields import Fields
 
 # Of models for images and sounds, and of MTP heads, which are in the same file.

@@ -14,13 +14,8 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.gguf_tokenizer import (
-    derived_merges,
-    eos_token_ids,
-    pre_tokenizer,
-    tokenizer_json,
-    tokenizer_settings,
-)
+from mycli.runtime.tokenizer.gguf_bpe import derived_merges, pre_tokenizer
+from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, tokenizer_json, tokenizer_settings
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import Fields
