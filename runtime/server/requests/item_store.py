@@ -22,9 +22,10 @@ class ItemStore:
         """Keep items, each with its `id`, and forget the oldest ones beyond the limit."""
         with self._lock:
             for item in items:
-                size = len(str(item))
-                self._items[item["id"]] = item, size
-                self._size += size
+                # A resumed reply has the items of the first one again.
+                _, before = self._items.pop(item["id"], (None, 0))
+                self._items[item["id"]] = item, (size := len(str(item)))
+                self._size += size - before
             while self._size > self._most:
                 _, (_, size) = self._items.popitem(last=False)
                 self._size -= size

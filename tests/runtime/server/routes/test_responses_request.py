@@ -168,6 +168,14 @@ def test_items_of_tools_that_openai_runs_are_left_out() -> None:
     assert asked.messages[-1].content == 'error: {"type": "http_error", "code": 1}'
 
 
+def test_items_of_a_resumed_reply_are_counted_once() -> None:
+    item = {"id": "0", "text": "x" * 50}
+    store = ItemStore(2 * len(str(item)))
+    for _ in range(4):
+        store.keep([item])
+    assert store.find("0") == item
+
+
 def test_the_oldest_items_are_forgotten_first() -> None:
     items = [{"id": str(number), "text": "x" * 50} for number in range(4)]
     size = len(str(items[0]))
