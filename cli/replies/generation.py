@@ -101,6 +101,7 @@ class Generator:
             recorded=recorded,
             beams=self.beams,
             shown=() if self.raw else reasoning_format(self.loaded.model.tokenizer).marks,
+            continues=self.raw or self.loaded.model.tokenizer.template is None,
         )
 
     @cached_property

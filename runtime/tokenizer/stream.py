@@ -31,11 +31,12 @@ class StreamDecoder:
     Bytes of an incomplete character are held back (C17); each ill-formed sequence becomes one U+FFFD (C18, C19).
     """
 
-    def __init__(self, pieces: TokenPieces) -> None:
+    def __init__(self, pieces: TokenPieces, before: Sequence[int] = ()) -> None:
+        """before: the text that is continued. SentencePiece's space is removed only where a text begins."""
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = True
-        self._strip = pieces.strip_spaces
+        self._first = not any(pieces.piece(token_id, first=False) for token_id in before)
+        self._strip = pieces.strip_spaces if self._first else 0
 
     def feed(self, token_id: int) -> str:
         """Return the characters completed by one more token, often none."""

@@ -41,11 +41,13 @@ class Completion:
         recorded: "tuple[RecordedReply, int] | None" = None,
         beams: BeamOptions | None = None,
         shown: Sequence[str] = (),
+        continues: bool = False,
     ) -> None:
         """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
 
         `deadline`: seconds after which the reply is to end, None for any time; `recorded`: where the reply is recorded
-        and perhaps began, and the seed of its random numbers; `shown`: control tokens that are part of the text.
+        and perhaps began, and the seed of its random numbers; `shown`: control tokens that are part of the text;
+        `continues`: the reply continues the text of the prompt.
         """
         self._recorded, start = None, None
         if recorded is not None:
@@ -70,7 +72,7 @@ class Completion:
         self.error: UserError | None = None
         self.timing = Timing(prompt=len(prompt))
         self._engine = engine
-        self._reader = ReplyReader(loaded.tokenizer, stops, shown=shown)
+        self._reader = ReplyReader(loaded.tokenizer, stops, shown=shown, before=prompt if continues else ())
 
     def fail(self, error: UserError) -> None:
         self.error, self.finish_reason = error, "error"

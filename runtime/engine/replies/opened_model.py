@@ -158,14 +158,14 @@ class OpenedModel:
 
     def _text_reply(self, text: str, options: ReplyOptions) -> "Completion":
         if options.get("raw") or self.tokenizer.template is None:
-            return self._reply(self.tokenizer.encode(text, add_special=True), options)
+            return self._reply(self.tokenizer.encode(text, add_special=True), options, continues=True)
         return self._chat_reply([Message("user", text)], options)
 
     def _chat_reply(self, messages: Sequence[Message | Mapping[str, str]], options: ReplyOptions) -> "Completion":
         conversation = [message if isinstance(message, Message) else Message(**message) for message in messages]  # type: ignore[arg-type]  # Message checks the role
         return self._reply(self.tokenizer.apply_chat_template(conversation), options)
 
-    def _reply(self, tokens: Sequence[int], options: ReplyOptions) -> "Completion":
+    def _reply(self, tokens: Sequence[int], options: ReplyOptions, continues: bool = False) -> "Completion":
         from mycli.runtime.engine.replies.completion import Completion
         from mycli.runtime.engine.sequence import reply_room
 
@@ -180,6 +180,7 @@ class OpenedModel:
             limit=limit,
             stops=options.get("stop", ()),
             top=options.get("logprobs"),
+            continues=continues,
         )
 
     def _finish(self, replies: "list[Completion]") -> "list[Completion]":

@@ -107,11 +107,13 @@ class ReplyReader:
         tools: "ToolParser | None" = None,
         tool_format: "ToolFormat | None" = None,
         shown: Sequence[str] = (),
+        before: Sequence[int] = (),
     ) -> None:
         """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
 
         `reasoning`: its marks, None for <think>. `tools` parses calls written in `tool_format`; `shown`: control
-        tokens in these texts are text. Raises UsageError for too many or too long stop strings.
+        tokens in these texts are text; `before`: tokens of the text that the reply continues, empty for an answer.
+        Raises UsageError for too many or too long stop strings.
         """
         self.index = index
         marks, self._reasoning = list(shown), None
@@ -131,7 +133,7 @@ class ReplyReader:
             marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
-        self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer)
+        self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer, before)
         self._matcher = StopMatcher(stops)
         self._tools = tools
         # Whether there was a reasoning block, whether it had text, and whether there was content: white space around

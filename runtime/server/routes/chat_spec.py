@@ -95,6 +95,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             reasoning=service.reasoning_format,
             tools=ToolParser(tool_format, tools, not spec.parallel, spec.choice == "required") if tools else None,
             tool_format=tool_format if tools or tool_format.recipient else None,
+            before=ids if spec.continued and spec.messages[-1].content else (),
         )
         for index in range(spec.count)
     ]

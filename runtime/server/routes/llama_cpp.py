@@ -123,7 +123,7 @@ def prepare_reply(
     room = reply_room(service.context, len(prompt))
     limit = room if body.limit is None else min(body.limit, room)
     request = service.request(prompt, sampling, limit, service.grammar(output_format(body)), None, fills_in=fills)
-    reader = ReplyReader(service.loaded.tokenizer, body.stops)
+    reader = ReplyReader(service.loaded.tokenizer, body.stops, before=prompt)
     milliseconds = body.t_max_predict_ms or 0
     seconds = milliseconds / 1000 if milliseconds > 0 else None
     limited = LineReader(reader, body.n_indent or 0, seconds) if body.n_indent or seconds is not None else reader

@@ -45,6 +45,12 @@ def test_invalid_bytes_do_not_stall() -> None:  # C19
     assert run([0xFF, 0x61, 0xE2, 0x82, 0x62, 0x80]) == ["\ufffd", "a", "", "", "\ufffdb", "\ufffd", ""]
 
 
+@pytest.mark.parametrize(("before", "text"), [("", "b c"), ("a", " b c"), ("Ā", "b c")])
+def test_the_space_at_the_start_of_a_continuation_stays(before: str, text: str) -> None:
+    stream = StreamDecoder(Bytes(strip_spaces=1), [min(ord(letter), 256) for letter in before])
+    assert "".join([*map(stream.feed, b" b c"), stream.flush()]) == text
+
+
 def test_leading_space() -> None:
     assert "".join(run(b"  a b", strip_spaces=1)) == " a b"
     assert "".join(run(b"a b", strip_spaces=1)) == "a b"
