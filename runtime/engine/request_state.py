@@ -49,7 +49,7 @@ class RequestState:
             from mycli.runtime.sampling.grammars.state import ReplyLimits
 
             ends_at = None if request.deadline is None else clock() + request.deadline
-            constraint = request.grammar.start(limits=ReplyLimits(limit, ends_at, clock))
+            constraint = request.grammar.start(ReplyLimits(limit, ends_at, clock))
         start = request.start
         seed = request.sampling.seed if start is None else start.seed
         numbers = RandomNumbers(seed, 0 if start is None else start.numbers)
@@ -65,7 +65,7 @@ class RequestState:
         if self.recorder is None:
             return ()
         self.returned += count
-        return tuple(self.recorder.rows[0][self.returned - count : self.returned])
+        return tuple(self.recorder.entries[self.returned - count : self.returned])
 
     def keep_hidden(self, part: ScheduledSequence, hidden: Tensor) -> None:
         """Store the requested rows of the hidden states of `part`, [tokens, hidden]."""

@@ -21,7 +21,7 @@ class SeenTokens:
     reply. Ids at or above `vocab_size` (the tokenizer's) count as the last one.
     """
 
-    def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device, sequences: int) -> None:
+    def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device, sequences: int = 1) -> None:
         self._last, self._device = vocab_size - 1, device
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1:

@@ -21,17 +21,16 @@ class TokenLogprob:
 
 
 class LogprobRecorder:
-    """Collects a `TokenLogprob` with the `top` most likely tokens for each sampled token, by sequence."""
+    """Collects a `TokenLogprob` with the `top` most likely tokens for each sampled token of a sequence."""
 
-    def __init__(self, top: int, sequences: int = 1) -> None:
+    def __init__(self, top: int) -> None:
         if not 0 <= top <= MAX_TOP:
             raise UsageError(f"top_logprobs {top} is out of range", f"choose between 0 and {MAX_TOP}")
         self._top = top
-        self.rows: list[list[TokenLogprob]] = [[] for _ in range(sequences)]
+        self.entries: list[TokenLogprob] = []
 
-    def record(self, logits: Tensor, tokens: Tensor) -> None:
-        for row, entry in zip(self.rows, token_logprobs(logits, tokens[:, 0].tolist(), self._top), strict=True):
-            row.append(entry)
+    def record(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        self.entries += token_logprobs(logits, tokens, self._top)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:

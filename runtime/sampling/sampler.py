@@ -32,18 +32,18 @@ class Constraint(Protocol):
     def resume(self, tokens: Sequence[int], shortened: bool) -> None: ...
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
+        """Set the logits fp32 [1, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
         ...
 
-    def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Advance by the sampled tokens; return the accepted tokens, which near the limits of a reply may be others."""
+    def accept(self, token: int) -> int:
+        """Advance by a sampled token; return the accepted one, which near the limits of a reply may be another."""
         ...
 
 
 class Recorder(Protocol):
     """Records log-probabilities of drawn tokens; see `runtime.sampling.logprobs`."""
 
-    def record(self, logits: Tensor, tokens: Tensor) -> None: ...
+    def record(self, logits: Tensor, tokens: Sequence[int]) -> None: ...
 
 
 class RandomNumbers:
@@ -122,7 +122,6 @@ class Sampler:
         sampling: SamplingParams,
         vocab_size: int,
         device: torch.device,
-        sequences: int = 1,
         *,
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
@@ -138,7 +137,7 @@ class Sampler:
         self.sampling, self.unseeded = sampling, replace(sampling, seed=None)
         self.vocab_size = vocab_size
         self.numbers = numbers or RandomNumbers(sampling.seed)
-        self.seen = SeenTokens(sampling, vocab_size, device, sequences)
+        self.seen = SeenTokens(sampling, vocab_size, device)
         self.plain = not self.seen.needed and constraint is None and recorder is None
         self.plain_greedy = sampling.greedy and not self.seen.needed and not sampling.logit_bias
         self._constraint = constraint
@@ -180,7 +179,7 @@ class Sampler:
         return self._constraint is not None and self._constraint.shortened
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Draw a token from each row of fp32 logits: int64 [sequences, 1]. Raises ModelError for non-finite logits."""
+        """Draw a token from each row of fp32 logits: int64 [rows, 1]. Raises ModelError for non-finite logits."""
         logits = raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
@@ -191,12 +190,12 @@ class Sampler:
         if not self.plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
         if self._constraint is not None:
-            token = token.new_tensor([[accepted] for accepted in self._constraint.accept(token[:, 0].tolist())])
+            token = token.new_tensor([[self._constraint.accept(int(token))]])
         if not self.plain:
             self.seen.observe(token)
             self.seen.count(token)
             if self._recorder is not None:
-                self._recorder.record(raw, token)
+                self._recorder.record(raw, token[:, 0].tolist())
         return token
 
     def device_sampling(self) -> DeviceSampling | None:
@@ -239,8 +238,7 @@ class Sampler:
         self.seen.observe(rows)
         self.seen.count(rows)
         if self._recorder is not None:
-            for index in range(len(tokens)):
-                self._recorder.record(logits[index : index + 1, : self.vocab_size], rows[:, index : index + 1])
+            self._recorder.record(logits[: len(tokens), : self.vocab_size], tokens)
 
     def best(self, logits: Tensor) -> list[int]:
         """Return the most likely token of each row of logits [rows, vocab or more], up to the first non-finite row."""

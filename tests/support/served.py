@@ -260,7 +260,7 @@ class GrammarEngine(ScriptedEngine):
             state, kept = request.grammar.start(), []
             for token in turn.left:
                 try:
-                    state.accept([token])
+                    state.accept(token)
                 except UserError:
                     break
                 kept.append(token)

@@ -350,12 +350,11 @@ class Grammar:
             self.compile(GrammarProbe(len(tokenizer.vocabulary)))
         return self
 
-    def start(self, sequences: int = 1, limits: ReplyLimits | None = None) -> GrammarState:
-        """Return the state of `sequences` replies, each within `limits`."""
+    def start(self, limits: ReplyLimits = ReplyLimits()) -> GrammarState:  # noqa: B008  # frozen
+        """Return the state of a reply within `limits`."""
         assert self._ending is not None, "the grammar is not compiled"
-        parsers = [self._start.deep_copy() for _ in range(sequences)]
-        limits = limits or ReplyLimits()
-        return GrammarState(self.kind, parsers, self._ending, self._symbols, limits, self._reasoning, self.free)
+        parser = self._start.deep_copy()
+        return GrammarState(self.kind, parser, self._ending, self._symbols, limits, self._reasoning, self.free)
 
 
 def _check_size(text: str, source: str, most: int = MAX_SOURCE) -> None:

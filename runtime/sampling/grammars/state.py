@@ -1,4 +1,4 @@
-"""The parser state of replies under a grammar: masks tokens, and steers each reply to a matching end within its limits.
+"""The parser state of a reply under a grammar: masks tokens, and steers the reply to a matching end within its limits.
 
 - Where the grammar does not allow the end token yet, its probability is given to the next token of the shortest
   ending: a model that has finished its sentence closes the string.
@@ -93,8 +93,11 @@ class _Thought:
         return ends_at - now <= max(share, (ending + ANSWER_TOKENS) * token_seconds)
 
 
-class _Reply:
-    # One reply: its parser, ending, reasoning, and remaining limits.
+class GrammarState:
+    """The state of one reply: masks logits and advances by sampled tokens.
+
+    shortened: a limit ended the reply, which matches the grammar, but the model would have written more.
+    """
 
     def __init__(
         self,
@@ -102,13 +105,15 @@ class _Reply:
         parser: Any,
         ending: Ending,
         table: SymbolTable,
-        free: bool,
-        thought: _Thought | None,
-        limits: ReplyLimits,
+        limits: ReplyLimits = ReplyLimits(),  # noqa: B008  # frozen
+        reasoning: Reasoning | None = None,
+        free: bool = False,
     ) -> None:
-        self._kind, self._parser, self._ending, self._table = kind, parser, ending, table
-        self._free, self._thought, self._limits = free, thought, limits
-        self.ended = False
+        """ending: the ending of an empty reply; free: the grammar allows any text, which may be cut at the limit."""
+        self._kind, self._parser, self._ending, self._table = kind, parser, ending.copy(parser), table
+        self._free, self._limits = free, limits
+        self._thought = None if reasoning is None else _Thought(reasoning, limits, not free)
+        self._ended = False
         self.shortened = False
         self._pushed: int | None = None  # the next token, if only a limit of the reply makes it likely
         self._count = 0
@@ -117,13 +122,32 @@ class _Reply:
 
     @property
     def complete(self) -> bool:
-        return self.ended or bool(self._parser.is_accepting())
+        """Whether the reply so far matches the whole grammar."""
+        return self._ended or bool(self._parser.is_accepting())
 
     @property
     def may_be_cut(self) -> bool:
+        """Whether the grammar allows any text, and the reply has some."""
         return self._free and self.complete
 
-    def allowed(self, count: int) -> Tensor:
+    def resume(self, tokens: Sequence[int], shortened: bool) -> None:
+        """Advance by the tokens that the reply had when it was interrupted."""
+        for token in tokens:
+            self.accept(token)
+        self.shortened = shortened
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits fp32 [1, vocab] in which forbidden tokens are -inf; those of an ended reply do not change.
+
+        Raises ModelError if the vocabulary has no token that the grammar allows.
+        """
+        if self._ended:
+            return logits
+        masked = logits.masked_fill(~self._allowed(logits.shape[-1]).to(logits.device), -math.inf)
+        self._lead(logits[0], masked[0])
+        return masked
+
+    def _allowed(self, count: int) -> Tensor:
         words = torch.frombuffer(bytearray(self._parser.compute_bitmask()), dtype=torch.uint8)
         bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
         allowed = bits.flatten()[:count].bool()
@@ -134,7 +158,7 @@ class _Reply:
             raise ModelError(f"{self._kind}: dead end: {cause}", _HINT)
         return allowed
 
-    def lead(self, logits: Tensor, masked: Tensor) -> None:
+    def _lead(self, logits: Tensor, masked: Tensor) -> None:
         """Move the allowed logits `masked` [vocab] towards the ending; `logits`: of all tokens."""
         self._pushed = None
         if self._ending.tokens is None or self.may_be_cut:
@@ -164,14 +188,17 @@ class _Reply:
             masked[likeliest] = torch.maximum(masked[likeliest], floor)
 
     def accept(self, token: int) -> int:
-        """Advance by a sampled token, or by the next one of the ending if the sampled token leaves no room to end."""
-        if self.ended:
+        """Advance by a sampled token, or by the next one of the ending if the sampled token leaves no room to end.
+
+        Returns the token that it advanced by.
+        """
+        if self._ended:
             return token
         saved = self._ending.save()
         self.shortened = self.shortened or token == self._pushed
         self._consume(token)
         if token in self._table.ends:
-            self.ended = True
+            self._ended = True
             return token
         # A token may open something whose ending is longer than all tokens that are left. The ending before it still
         # fits.
@@ -227,75 +254,6 @@ class _Reply:
             return 0.0
         window = max(CLOSING_TOKENS, length)
         return max(1 - (self._left() - length) / window, 0.0) ** 2
-
-
-class GrammarState:
-    """The state of the replies of one generation: masks logits and advances by sampled tokens."""
-
-    def __init__(
-        self,
-        kind: str,
-        parsers: Sequence[Any],
-        ending: Ending,
-        table: SymbolTable,
-        limits: ReplyLimits = ReplyLimits(),  # noqa: B008  # frozen
-        reasoning: Reasoning | None = None,
-        free: bool = False,
-    ) -> None:
-        """ending: the ending of an empty reply; free: the grammar allows any text, which may be cut at the limit."""
-        self._replies = [
-            _Reply(
-                kind,
-                parser,
-                ending.copy(parser),
-                table,
-                free,
-                None if reasoning is None else _Thought(reasoning, limits, not free),
-                limits,
-            )
-            for parser in parsers
-        ]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every reply so far matches the whole grammar."""
-        return all(reply.complete for reply in self._replies)
-
-    @property
-    def may_be_cut(self) -> bool:
-        """Whether the grammar allows any text, and every reply has some."""
-        return all(reply.may_be_cut for reply in self._replies)
-
-    @property
-    def shortened(self) -> bool:
-        """Whether a limit ended a reply: it matches the grammar, but the model would have written more."""
-        return any(reply.shortened for reply in self._replies)
-
-    def resume(self, tokens: Sequence[int], shortened: bool) -> None:
-        """Advance the only reply by the tokens that it had when it was interrupted."""
-        for token in tokens:
-            self.accept([token])
-        self._replies[0].shortened = shortened
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return logits fp32 [replies, vocab] in which forbidden tokens are -inf; ended rows are not changed.
-
-        Raises ModelError if the vocabulary has no token that the grammar allows.
-        """
-        open_rows = [row for row, reply in enumerate(self._replies) if not reply.ended]
-        if not open_rows:
-            return logits
-        forbidden = torch.zeros(logits.shape, dtype=torch.bool)
-        for row in open_rows:
-            forbidden[row] = ~self._replies[row].allowed(logits.shape[-1])
-        masked = logits.masked_fill(forbidden.to(logits.device), -math.inf)
-        for row in open_rows:
-            self._replies[row].lead(logits[row], masked[row])
-        return masked
-
-    def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Advance each reply by its token; return the accepted tokens, which near a limit may be others."""
-        return [reply.accept(token) for reply, token in zip(self._replies, tokens, strict=True)]
 
 
 def _contains(symbols: Symbols, part: Symbols) -> bool:

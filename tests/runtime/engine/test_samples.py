@@ -133,9 +133,9 @@ def test_a_file_of_prompts_goes_through_together_and_comes_out_in_order(pico: Lo
 
 def test_logprobs_are_of_the_model_before_settings() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.5, -3.0], [0.0, 0.0, 0.0, 0.0]])
-    recorder = LogprobRecorder(2, sequences=2)
-    recorder.record(logits, torch.tensor([[0], [3]]))
-    (first,), (second,) = recorder.rows
+    recorder = LogprobRecorder(2)
+    recorder.record(logits, [0, 3])
+    first, second = recorder.entries
     total = sum(math.exp(value) for value in (1.0, 2.0, 0.5, -3.0))
     assert first.logprob == pytest.approx(math.log(math.exp(1.0) / total), abs=1e-6)
     assert [token for token, _ in first.top] == [1, 0] and first.top[0][1] == pytest.approx(

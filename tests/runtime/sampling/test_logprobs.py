@@ -25,19 +25,18 @@ def test_each_token_has_its_logprob_and_the_likeliest_of_its_row() -> None:
         assert [value for _, value in entry.top] == pytest.approx([expected[index] for index in likeliest])
 
 
-def test_sequences_are_recorded_apart_and_a_small_vocabulary_limits_the_list() -> None:
-    recorder = LogprobRecorder(MAX_TOP, 2)
-    recorder.record(LOGITS, torch.tensor([[0], [2]]))
-    recorder.record(LOGITS, torch.tensor([[1], [3]]))
-    assert [[entry.token for entry in row] for row in recorder.rows] == [[0, 1], [2, 3]]
-    assert all(len(entry.top) == 4 for row in recorder.rows for entry in row)
+def test_tokens_are_recorded_in_order_and_a_small_vocabulary_limits_the_list() -> None:
+    recorder = LogprobRecorder(MAX_TOP)
+    recorder.record(LOGITS, [0, 2])
+    recorder.record(LOGITS[:1], [1])
+    assert [entry.token for entry in recorder.entries] == [0, 2, 1]
+    assert all(len(entry.top) == 4 for entry in recorder.entries)
 
 
 def test_the_number_of_likeliest_tokens_is_bounded_as_in_openais_api() -> None:
     none = LogprobRecorder(0)
-    none.record(LOGITS[:1], torch.tensor([[1]]))
-    assert none.rows[0][0].top == ()
-    assert LogprobRecorder(20).rows == [[]]
+    none.record(LOGITS[:1], [1])
+    assert none.entries[0].top == ()
     for top in (-1, 21):
         with pytest.raises(UsageError, match=f"top_logprobs {top} is out of range"):
             LogprobRecorder(top)

@@ -47,14 +47,6 @@ def test_a_draft_sees_the_tokens_before_it() -> None:
     torch.testing.assert_close(again[0], torch.tensor(reference(logits[0].tolist(), [4], 0.5, 0.25)).softmax(0))
 
 
-def test_sequences_are_counted_apart() -> None:
-    sampler = Sampler(SamplingParams(frequency_penalty=1.0), VOCAB, torch.device("cpu"), 2)
-    rows = torch.zeros(2, VOCAB)
-    rows[0, 3], rows[1, 7] = 0.5, 0.5
-    assert sampler.sample(rows)[:, 0].tolist() == [3, 7]
-    assert sampler.sample(rows)[:, 0].tolist() == [0, 0]  # 0.5 - 1 is below the zeros
-
-
 def test_a_pass_that_draws_is_given_what_penalties_count() -> None:
     for settings in (SamplingParams(presence_penalty=0.1), SamplingParams(frequency_penalty=-0.1)):
         sampler = Sampler(settings, VOCAB, torch.device("cpu"))

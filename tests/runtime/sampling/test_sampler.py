@@ -74,11 +74,10 @@ def test_distribution_equals_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_draws_follow_the_distribution(name: str) -> None:
     logits = random_logits(7)
-    sampler = Sampler(
-        SamplingParams(**{**vars(SETTINGS[name]), "seed": 11}), VOCAB, torch.device("cpu"), sequences=DRAWS
-    )
-    sampler.observe(SEEN.expand(DRAWS, -1))
-    counts = torch.bincount(sampler.sample(logits.expand(DRAWS, -1))[:, 0], minlength=VOCAB).double()
+    sampler = Sampler(SamplingParams(**{**vars(SETTINGS[name]), "seed": 11}), VOCAB, torch.device("cpu"))
+    sampler.observe(SEEN)
+    weights = sampler.probabilities(logits).expand(DRAWS, -1)
+    counts = torch.bincount(sampler.draw(weights)[:, 0], minlength=VOCAB).double()
     probabilities = expected(logits.double(), SETTINGS[name])[0]
     allowed = probabilities > 0
     assert counts[~allowed].sum() == 0, "a token that was filtered out was drawn"

@@ -62,7 +62,7 @@ def draw(pico: Tokenizer, grammar: Grammar, limits: ReplyLimits, seed: int = 0, 
     size = len(pico.vocabulary)
     noise = torch.Generator().manual_seed(seed)
     params = SamplingParams(temperature=1.0, seed=seed)
-    state = grammar.start(limits=limits)
+    state = grammar.start(limits)
     sampler = Sampler(params, size, torch.device("cpu"), constraint=state)
     against = [
         index
@@ -115,17 +115,16 @@ def test_the_ending_is_one_after_every_token(pico: Tokenizer) -> None:
     for name, schema in SCHEMAS.items():
         grammar = grammar_of(schema, pico)
         state = grammar.start()
-        (reply,) = state._replies
         noise = torch.Generator().manual_seed(1)
         for _ in range(60):
             allowed = state.apply(torch.randn(1, SIZE, generator=noise))
             token = int(allowed.argmax())
-            state.accept([token])
+            state.accept(token)
             if token in pico.eos:
                 break
-            ending = reply._ending.tokens
+            ending = state._ending.tokens
             assert ending is not None, name
-            parser = reply._parser.deep_copy()
+            parser = state._parser.deep_copy()
             assert parser.try_consume_tokens(ending[:-1]) == len(ending) - 1 and parser.is_accepting()
 
 
@@ -141,8 +140,8 @@ def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> N
     logits = torch.zeros(1, SIZE)
     logits[0, word], logits[0, list(pico.eos)] = 5.0, 8.0
     assert int(state.apply(logits).argmax()) == quote
-    state.accept([quote])
-    state.accept([word])
+    state.accept(quote)
+    state.accept(word)
     masked = state.apply(logits)
     assert int(masked.argmax()) == quote and masked[0, word] == 5.0
     assert masked[0, quote] == pytest.approx(
@@ -153,14 +152,14 @@ def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> N
 def test_a_token_taken_back_for_lack_of_room_shortens_the_reply(pico: Tokenizer) -> None:
     """The model agrees with all tokens after it, but what it began is missing, so the reply ends by its limit."""
     person = {"type": "array", "items": SCHEMAS["person"]}
-    state = grammar_of(person, pico).start(limits=ReplyLimits(8))
+    state = grammar_of(person, pico).start(ReplyLimits(8))
     (opened,), (brace,), (closed,) = (pico.encode(text, add_special=False) for text in "[{]")
     drawn: list[int] = []
     for wanted in (opened, brace, pico.eos[0]):
         logits = torch.zeros(1, SIZE)
         logits[0, wanted] = 50.0
         assert int(state.apply(logits).argmax()) == wanted
-        drawn += state.accept([wanted])
+        drawn.append(state.accept(wanted))
     assert drawn == [opened, closed, pico.eos[0]] and state.shortened
 
 
@@ -179,7 +178,7 @@ def test_limits_count_the_time(pico: Tokenizer) -> None:
     logits[0, letter] = 20.0
     ids: list[int] = []
     for _ in ticks:
-        (token,) = state.accept([int(state.apply(logits).argmax())])
+        token = state.accept(int(state.apply(logits).argmax()))
         now[0] += 1.0
         if token in pico.eos:
             break

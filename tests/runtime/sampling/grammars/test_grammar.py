@@ -26,7 +26,6 @@ from mycli.runtime.sampling.grammars.grammar import (
     MAX_SOURCE,
     Grammar,
     GrammarCompiler,
-    GrammarState,
 )
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
@@ -109,7 +108,7 @@ def test_what_is_drawn_is_of_the_schema(tokenizer: Tokenizer) -> None:
 def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     grammar = Grammar.from_regex(r"(?s:.)+", tokenizer, frozenset(tokenizer.eos))
     constraint = grammar.start()
-    constraint.accept([tokenizer.encode("a", add_special=False)[0]])
+    constraint.accept(tokenizer.encode("a", add_special=False)[0])
     allowed = constraint.apply(torch.zeros(1, len(tokenizer.vocabulary)))[0].isfinite()
     permitted = {index for index in tokenizer.control_ids if allowed[index]}
     assert permitted == set(tokenizer.eos)
@@ -156,17 +155,20 @@ def test_a_dead_end_is_an_error(pico: Tokenizer) -> None:
         grammar.start().apply(torch.zeros(1, 3))
 
 
-def test_sequences_end_one_by_one(pico: Tokenizer) -> None:
+def test_replies_of_a_grammar_end_one_by_one(pico: Tokenizer) -> None:
     grammar = Grammar.from_regex("ab?", pico, frozenset(pico.eos))
-    constraint: GrammarState = grammar.start(2)
+    first, second = grammar.start(), grammar.start()
     end, a, b = pico.eos[0], *(pico.encode(letter, add_special=False)[0] for letter in "ab")
-    constraint.accept([a, a])
-    assert constraint.complete
-    constraint.accept([end, b])
-    allowed = constraint.apply(torch.zeros(2, len(pico.vocabulary))).isfinite()
-    assert allowed[0].all() and allowed[1].nonzero().flatten().tolist() == [end]
-    constraint.accept([17, end])
-    assert constraint.complete
+    for state in (first, second):
+        state.accept(a)
+        assert state.complete
+    first.accept(end)
+    second.accept(b)
+    logits = torch.zeros(1, len(pico.vocabulary))
+    assert first.apply(logits).isfinite().all()
+    assert second.apply(logits)[0].isfinite().nonzero().flatten().tolist() == [end]
+    assert first.accept(17) == 17 and second.accept(end) == end
+    assert first.complete and second.complete
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -238,7 +240,7 @@ def matches(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
     state = grammar.start()
     try:
         for token in tokenizer.encode(text, add_special=False):
-            state.accept([token])
+            state.accept(token)
     except UsageError:
         return False
     return state.complete
