@@ -183,9 +183,9 @@ class CheckpointWriter(Staging):
             _write_all(self._files[entry.file], tensor_bytes(tensor.cpu().contiguous()), entry.offset)
         self._pending.discard(name)
 
-    def copy(self, name: str, checkpoint: Checkpoint, source_name: str | None = None) -> None:
+    def copy(self, name: str, checkpoint: Checkpoint) -> None:
         """Copy the stored bytes of a tensor of `checkpoint`, whose dtype and shape must be the planned ones."""
-        entry, origin = self._entries[name], checkpoint.entry(source_name or name)
+        entry, origin = self._entries[name], checkpoint.entry(name)
         if (entry.dtype, entry.shape) != (origin.dtype, origin.shape):
             raise ValueError(f"{name} is planned as {entry.dtype} {entry.shape}, not {origin.dtype} {origin.shape}")
         position = entry.offset

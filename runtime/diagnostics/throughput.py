@@ -26,6 +26,7 @@ from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
 
 MEASURED_BYTES = 1 << 30  # larger than any cache; less where memory is short
+_READS = 5
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom: two-sided 95 % intervals. Beyond 30 the last is a bit too wide.
 T_975 = (
     (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -197,13 +198,13 @@ def compare(old: Sequence[float], new: Sequence[float]) -> Change:
     return Change(relative, relative - half, relative + half)
 
 
-def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -> float:
-    """Return the GB/s at which `device` reads `nbytes` of memory: the best of `repetitions`.
+def measure_bandwidth(device: torch.device, nbytes: int) -> float:
+    """Return the GB/s at which `device` reads `nbytes` of memory: the best of several.
 
     CPU: a native reduction, or a matrix-vector product without native code; GPU: a copy, whose reads and writes count.
     """
     if device.type == "cpu":
-        rate = memory_bandwidth(nbytes, repetitions)
+        rate = memory_bandwidth(nbytes, _READS)
         if rate is not None:
             return rate / 1e9
     columns = 4096
@@ -212,7 +213,7 @@ def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -
     vector = torch.ones(columns, device=device)
     target = torch.empty_like(matrix) if device.type == "cuda" else None
     best = math.inf
-    for _ in range(repetitions + 1):
+    for _ in range(_READS + 1):
         began = time.perf_counter()
         if target is None:
             torch.mv(matrix, vector)
