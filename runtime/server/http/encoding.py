@@ -9,7 +9,7 @@ from starlette.responses import Response
 def event(data: Any, name: str | None = None) -> bytes:
     """Format one server-sent event with JSON data."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {dumps(data)}\n\n".encode()
+    return _encoded(f"{head}data: {dumps(data)}\n\n")
 
 
 def dumps(value: Any) -> str:
@@ -17,8 +17,14 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def _encoded(text: str) -> bytes:
+    # Some interfaces send fields of the request back, which may have half of a surrogate pair. UTF-8 cannot have one,
+    # but Python's escape of it is JSON's.
+    return text.encode("utf-8", "backslashreplace")
+
+
 class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return dumps(content).encode()
+        return _encoded(dumps(content))

@@ -49,6 +49,16 @@ def test_g11_g12_what_is_no_json_object_is_refused(served: Served, path: str, na
         assert answer.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_half_a_surrogate_pair_is_sent_back_as_it_came(served: Served, stream: bool) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"title": "\udfff"}}
+    body = {"input": "Hi", "max_output_tokens": 1, "metadata": {"a": "\ud800"}, "tools": [tool], "tool_choice": "none"}
+    answer = served.ask("POST", "/v1/responses", {**body, "stream": stream})
+    assert answer.status == 200, answer.body
+    reply = answer.events[-1]["response"] if stream else answer.json
+    assert reply["metadata"] == body["metadata"] and reply["tools"][0]["parameters"] == tool["parameters"]
+
+
 def good(**fields: Any) -> dict[str, Any]:
     return {"model": "pico", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **fields}
 
