@@ -63,7 +63,7 @@ class StateStore:
             at += part.nbytes
 
     # A recurrent state cannot be rolled back, so draft passes defer their update instead of copying the state before.
-    def defer_pass(self, slots: Iterable[int], update: StateUpdate) -> None:
+    def defer(self, slots: Iterable[int], update: StateUpdate) -> None:
         """Queue an update of states in `slots` that the last pass left unchanged: those of a layer, or of all layers.
 
         It runs once all slots of the pass are committed, or earlier for some slots if a state is read.

@@ -97,7 +97,7 @@ def defer_advance(
         if count := accepted.get(chunk.state, 0):
             step(tuple(tensor[:count] for tensor in new_rows), state, Runs.alike(1, count))
 
-    store.defer_pass((chunk.state,), replay)
+    store.defer((chunk.state,), replay)
 
 
 class Convolution(nn.Module):

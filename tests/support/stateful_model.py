@@ -54,7 +54,7 @@ class StatefulModel(PrefixModel):
             assert tuple(place.int().tolist()) == summed((0, 0), text), "the state of another text"
             new = list(chunk.tokens)
             if chunk.drafted:
-                cache.states.defer_pass((chunk.state,), partial(_take_on_accepted, place, new, chunk.state))
+                cache.states.defer((chunk.state,), partial(_take_on_accepted, place, new, chunk.state))
             else:
                 _take_on(place, new, len(new))
         return super().forward(batch, rope, cache, hook)

@@ -305,7 +305,7 @@ def _defer(work: PassInput, inputs: StepInput, launch: Launches) -> None:
         inputs.drafts.accepted.copy_(accepted, non_blocking=True)
         launch()
 
-    work.cache.states.defer_pass(places, commit)
+    work.cache.states.defer(places, commit)
 
 
 def _result(logits: Tensor, inputs: StepInput, work: PassInput) -> _Result:
