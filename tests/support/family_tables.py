@@ -20,6 +20,7 @@ from tests.support.family_parts import SMALL
 from tests.support.fused_launches import launches_of_layer
 from tests.support.published import PUBLISHED, published
 
+_CELL = 20  # names
 MARKS = ("<!-- from the code: make docs -->", "<!-- end -->")
 
 
@@ -71,7 +72,8 @@ def tables() -> str:
         lines.append(f"| `{family}` | {folders} |")
     lines += ["", "| refused because | `model_type` |", "|---|---|"]
     for why in sorted(set(REFUSED.values())):
-        lines.append(f"| {why} | {', '.join(f'`{family}`' for family in sorted(REFUSED) if REFUSED[family] == why)} |")
+        names = [f"`{family}`" for family in sorted(REFUSED) if REFUSED[family] == why]
+        lines += [f"| {why} | {', '.join(names[at : at + _CELL])} |" for at in range(0, len(names), _CELL)]
     return "\n".join(lines)
 
 

@@ -56,10 +56,7 @@ _Shape = tuple[int, int, bool]  # padded number of sequences, new tokens of each
 
 
 class _Kind(NamedTuple):
-    """last: only last logits are computed; waits: recurrent states wait for the number of accepted drafts.
-
-    hidden: hidden states are received.
-    """
+    """last: only last logits are computed; waits: recurrent states wait for accepted drafts; hidden: of `StepInput`."""
 
     shape: _Shape
     last: bool
