@@ -110,6 +110,7 @@ class Output:
         """Print text of the result; with --json it goes to stderr."""
         with writing_stdout():
             self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
+            self._text.flush()  # the address of a server is for the program that started it
 
     @contextmanager
     def reply(self, *, ends_line: bool = True) -> Iterator[None]:

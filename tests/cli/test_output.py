@@ -33,6 +33,14 @@ def test_a_model_writes_escape_sequences(terminal: bool) -> None:
     assert out.getvalue().endswith("\x1b[1m")
 
 
+def test_a_result_is_written_at_once() -> None:
+    """The address of a server reaches the program that started it, which reads a pipe, while the server runs."""
+    pipe = io.BytesIO()
+    stdout = io.TextIOWrapper(pipe, encoding="utf-8")
+    Output(stdout=stdout).result("http://127.0.0.1:8000")
+    assert pipe.getvalue() == b"http://127.0.0.1:8000\n"
+
+
 def test_json_has_no_raw_bidirectional_characters() -> None:
     out, err = streams()
     text = "a\u202eb\u2066\x7f\U000e0041é"
