@@ -2,9 +2,11 @@
 
     python -m tests.benchmarks.cpu_attention [--sets amx,avx512,avx2] [--head-dim 128] [--lengths 512,4k,16k]
 
-Each set runs in a process of its own, in which torch and its libraries are limited to that set too. A prompt is a chunk
-of 512 tokens at the end of the context; a decode step is one token. torch is timed with the faster of its grouped
-products and of keys repeated for every head (the repetition is not timed), and with a mask where one is needed.
+Each set runs in a process of its own, in which torch and its libraries are limited to that set too. Without AMX, the
+best set of the processor runs instead of `amx`, and its rows have that set's name; other sets that the processor lacks
+are left out. A prompt is a chunk of 512 tokens at the end of the context; a decode step is one token. torch is timed
+with the faster of its grouped products and of keys repeated for every head (the repetition is not timed), and with a
+mask where one is needed.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -22,8 +24,9 @@ from torch.nn import functional
 
 from mycli.cli.flags.options import parse_count
 from mycli.runtime.cache.kv_cache import PACKED, Stored
+from mycli.runtime.device.system import cpu
 from mycli.runtime.kernels.cpu import attention
-from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library import build, isa
 from mycli.runtime.kernels.paged import Ragged, Scoring
 
 # By instruction set: the flags left out of our compilation, and the variables that limit torch, oneDNN and MKL to it.
@@ -38,8 +41,16 @@ SETS = {
         {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     ),
 }
+BEST = "amx"  # nothing is left out of it
 CHUNK = 512
 HEADS, KV_HEADS = 32, 8
+
+
+def runnable(name: str, flags: Collection[str]) -> str | None:
+    """Return the instruction set that `name` runs on a processor with these flags, None if it lacks the set."""
+    if name == BEST:
+        return isa.best_set(flags)
+    return name if isa.SETS[name].on(flags) else None
 
 
 def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
@@ -117,6 +128,10 @@ def main() -> None:
         f"{HEADS}/{KV_HEADS} heads of {asked.head_dim}, {torch.get_num_threads()} threads; ms, and torch's best / ours"
     )
     for name in asked.sets.split(","):
+        instructions = runnable(name, cpu().flags)
+        if instructions is None:
+            print(f"{name}: this processor does not have it")
+            continue
         options = ["--child", name, "--head-dim", str(asked.head_dim), "--lengths", asked.lengths]
         command = [sys.executable, "-m", "tests.benchmarks.cpu_attention", *options, "--seconds", str(asked.seconds)]
         environment = {**os.environ, **SETS[name][1]}
@@ -127,7 +142,7 @@ def main() -> None:
                 found = json.loads(line)
                 best = min(found["grouped"], found["repeated"])
                 flops = 4 * HEADS * asked.head_dim * found["tokens"] * (found["length"] - found["tokens"] / 2)
-                shape = f"{name:7} {found['dtype']:9} {found['tokens']:4} tokens at {found['length']:6}"
+                shape = f"{instructions:10} {found['dtype']:9} {found['tokens']:4} tokens at {found['length']:6}"
                 ours = "ours", "int8", "int4"
                 times = " ".join(f"{key} {found[key] * 1e3:9.3f}" for key in (*ours, "grouped", "repeated"))
                 ratio = ", ".join(f"{best / found[key]:.2f}x {key}" for key in ours)
