@@ -17,6 +17,7 @@ from tests.gpu.bench.report import Report
 from tests.gpu.bench.shapes import INT4, LLAMA_8B, token_bytes
 from tests.gpu.call import Asked, Part
 from tests.gpu.conftest import LEFT
+from tests.support.forked import ForkedProcess
 from tests.support.paths import ROOT
 
 PYTHON = [sys.executable, "-c"]
@@ -124,10 +125,9 @@ def test_a_gpu_test_that_fails_says_why_at_once(tmp_path: Path) -> None:
     workers = ["-n", "1"] if find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.gpu.conftest", *workers, "-c", os.devnull]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    at_once, _, summary = done.stdout.partition("= ERRORS =")
+    command += ["--rootdir", str(tmp_path), str(path)]
+    pytest_process = ForkedProcess(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    at_once, _, summary = pytest_process.communicate()[0].partition("= ERRORS =")
     assert "call of test_some.py::test_wrong failed:\nE       assert 1 == 2" in at_once
     assert "teardown of test_some.py::test_leaves_an_error failed:\n" in at_once
     assert "illegal memory access" in at_once and "test_works" not in at_once

@@ -17,6 +17,7 @@ from mycli.cli.commands import compare
 from mycli.cli.main import COMMANDS, main
 from mycli.quant.planning import pace
 from mycli.runtime.diagnostics import golden_record, speculation_benchmark, throughput
+from tests.support.forked import ForkedProcess
 from tests.support.models import shorten_report
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -66,7 +67,7 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
 
 def serve(words: list[str]) -> None:
     line = [sys.executable, "-m", "mycli.cli", *words, "--port", "0"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with ForkedProcess(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline().startswith("http://127.0.0.1:")
         server.terminate()
@@ -75,7 +76,7 @@ def serve(words: list[str]) -> None:
 
 def stop(words: list[str]) -> None:
     line = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with ForkedProcess(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline().startswith("http://127.0.0.1:")
         with pytest.raises(SystemExit) as end:
             main(words)

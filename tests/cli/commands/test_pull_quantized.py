@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import run_here
+from tests.support.forked import ForkedProcess
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO, ROOT
 
@@ -44,7 +45,7 @@ def environment_of(server: HubServer, home: Path) -> dict[str, str]:
 def start(server: HubServer, home: Path, *words: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "mycli.cli", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment_of(server, home), **pipes)
+    return ForkedProcess(command, env=environment_of(server, home), **pipes)
 
 
 def files(folder: Path) -> dict[str, bytes]:

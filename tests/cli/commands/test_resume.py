@@ -11,7 +11,8 @@ import pytest
 
 from mycli.cli.replies.recorded_reply import without_first
 from mycli.runtime.errors import UsageError
-from tests.support.command_line import COMMAND, Mycli, default_signals
+from tests.support.command_line import COMMAND, Mycli
+from tests.support.forked import ForkedProcess
 
 STORY = ("run", "pico", "Tell me a story.", "--device", "cpu", "-t", "0.9", "--seed", "3")
 
@@ -28,13 +29,12 @@ def records(state: dict[str, str]) -> list[Path]:
 def interrupt(state: dict[str, str], out: Path, number: signal.Signals, *more: str) -> tuple[str, int]:
     command = [*COMMAND, *STORY, *more]
     with out.open("wb") as file:
-        child = subprocess.Popen(
+        child = ForkedProcess(
             command,
             env=state,
             cwd=tempfile.gettempdir(),
             stdout=file,
             stderr=subprocess.PIPE,
-            preexec_fn=default_signals,
         )
         while child.poll() is None and not any(path.read_bytes().count(b"\n") > 5 for path in records(state)):
             time.sleep(0.002)

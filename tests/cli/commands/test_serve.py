@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import COMMAND, Mycli, default_signals
+from tests.support.command_line import COMMAND, Mycli
+from tests.support.forked import ForkedProcess
 from tests.support.grids import chosen
 
 
 @contextmanager
 def process(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    child = subprocess.Popen(
+    child = ForkedProcess(
         [*COMMAND, "serve", "pico", "--port", "0", "--ctx", "512", *arguments],
         env=environment,
         cwd=tempfile.gettempdir(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=default_signals,
     )
     try:
         assert child.stdout is not None
@@ -115,7 +115,7 @@ def test_g7_the_key_is_neither_said_nor_logged(environment: dict[str, str], tmp_
 
 
 def test_json_says_where_it_is(environment: dict[str, str]) -> None:
-    child = subprocess.Popen(
+    child = ForkedProcess(
         [*COMMAND, "serve", "pico", "--port", "0", "--alias", "gpt", "--json"],
         env=environment,
         cwd=tempfile.gettempdir(),

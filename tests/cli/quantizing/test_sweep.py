@@ -87,9 +87,9 @@ def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, mon
         return output_moments(model, *rest)
 
     monkeypatch.setattr(shared_work, "output_moments", counted)
-    tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "tie_word_embeddings": True}
     source = str(random_model(tmp_path / "source", **tiny))
-    model = ("quantize", source, *SMALL[2:], "--hessian", "model")
+    model = ("quantize", source, *SMALL[2:], "--group", "32", "--hessian", "model")
     assert mycli(*model, "--sweep", "bits=4,2", "-o", str(tmp_path / "copies")).returncode == 0
     assert len(measured) == 1
     # Of random weights, rounding to nearest is kept where it is better.
@@ -97,7 +97,7 @@ def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, mon
     assert done.returncode == 0, done.stderr
     for name in ("model.safetensors", "mycli.json"):
         assert (tmp_path / "single" / name).read_bytes() == (
-            tmp_path / "copies" / "gptq-int2-g64-model" / name
+            tmp_path / "copies" / "gptq-int2-g32-model" / name
         ).read_bytes()
     assert len(measured) == 2
 

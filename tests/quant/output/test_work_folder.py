@@ -30,6 +30,7 @@ from mycli.quant.solving import blockwise
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
+from tests.support.forked import ForkedProcess
 from tests.support.models import CPU, random_model
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -183,7 +184,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     work, chance = default_work_folder(target), random.Random(0)
 
     def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        return ForkedProcess(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
     def working(process: "subprocess.Popen[bytes]") -> float:
         """Return when the process holds the work folder's lock: the time before is mostly Python's imports."""

@@ -53,7 +53,9 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
 def differences(raw: dict[str, Any], section: str | None) -> list[str]:
     """Return the keys whose absence means something else here than in transformers."""
     whole = completed(raw)
-    assert whole is not None and parsed(whole) is not None
+    assert whole is not None
+    original = parsed(whole)
+    assert original is not None
     wrong = []
     for key in whole if section is None else whole[section]:
         if key in UNTESTED:
@@ -63,7 +65,7 @@ def differences(raw: dict[str, Any], section: str | None) -> list[str]:
         actual, complete = parsed(shorter), completed(shorter)
         if actual is None or complete is None:
             continue
-        expected = parsed(complete)
+        expected = original if complete == whole else parsed(complete)
         if expected is None:  # a default that does not fit these small models, such as 10 of 8 experts
             continue
         wrong += [f"{key}: {name}" for name in FIELDS if getattr(actual, name) != getattr(expected, name)]
