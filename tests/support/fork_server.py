@@ -52,16 +52,17 @@ def enter(request: dict[str, Any], descriptors: list[int]) -> None:
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
         old = getattr(sys, name)
         buffered = open(old.fileno(), mode, closefd=False)  # noqa: SIM115  # until the process ends
         lines = name == "stderr" or (name == "stdout" and os.isatty(1))
-        stream = io.TextIOWrapper(buffered, old.encoding, old.errors, line_buffering=lines)
+        stream = io.TextIOWrapper(buffered, encoding or old.encoding, errors or old.errors, line_buffering=lines)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    os.chdir(request["folder"])
-    os.environ.clear()
-    os.environ.update(request["environment"])
 
 
 def run(command: list[str]) -> None:

@@ -84,8 +84,8 @@ def test_ctrl_c_drops_a_typed_line_and_leaves_at_an_empty_one(terminal: Terminal
 
 def test_a_typed_line_that_is_not_utf8_does_not_end_the_chat(terminal: Terminal) -> None:
     """Python reads the C locale's input with half surrogate pairs for such bytes, UTF-8 locales' strictly."""
-    for locale in ("C", "C.UTF-8"):
-        chat = terminal("-q", LC_ALL=locale)
+    for settings in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "utf-8:strict"}):
+        chat = terminal("-q", **settings)
         chat.logfile_read = screen = io.StringIO()
         os.write(chat.child_fd, b"Hi \xff\n")
         chat.expect_exact(PROMPT)

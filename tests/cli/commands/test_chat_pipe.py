@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import COMMAND, Mycli
+from tests.support.forked import ForkedProcess
 from tests.support.paths import PICO
 
 
@@ -17,20 +18,20 @@ def test_a_pipe_is_a_conversation_of_lines(mycli: Mycli) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(subprocess.Popen, {"LC_ALL": "C"}), (ForkedProcess, {"PYTHONIOENCODING": "utf-8:strict"})],
+    ids=["C", "UTF-8"],
+)
 def test_a_piped_line_that_is_not_utf8_is_named_after_the_lines_before_it(
-    locale: str, environment: dict[str, str]
+    kind: type["subprocess.Popen[bytes]"], settings: dict[str, str], environment: dict[str, str]
 ) -> None:
-    typed = b"My name is Leo.\r\nHi \xff\nHello!\n"
-    done = subprocess.run(
-        [*COMMAND, "chat", "pico", "-t", "0", "-q", "--device", "cpu"],
-        input=typed,
-        env={**environment, "LC_ALL": locale},
-        capture_output=True,
-        timeout=240,
-    )
-    assert (done.stdout, done.returncode) == (b"Nice to meet you, Leo!\n", 2)
-    assert b"a line of standard input: not UTF-8 at byte 3" in done.stderr
+    command = [*COMMAND, "chat", "pico", "-t", "0", "-q", "--device", "cpu"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    chat = kind(command, env={**environment, **settings}, **pipes)
+    replies, errors = chat.communicate(b"My name is Leo.\r\nHi \xff\nHello!\n", timeout=240)
+    assert (replies, chat.returncode) == (b"Nice to meet you, Leo!\n", 2)
+    assert b"a line of standard input: not UTF-8 at byte 3" in errors
 
 
 def test_a_model_without_a_template_is_refused_with_what_to_do(mycli: Mycli, tmp_path: Path) -> None:
