@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import COMMANDS, GROUPS, option_keys, replace_old_bench
-from tests.support.command_line import Mycli, default_signals
+from tests.support.command_line import Mycli
+from tests.support.forked import ForkedProcess
 from tests.support.paths import PICO
 
 
@@ -94,13 +95,12 @@ def test_a_reader_that_leaves_is_141_without_a_word(environment: dict[str, str])
 
 def test_a_reply_is_terminated(environment: dict[str, str]) -> None:
     """D17: with torch and a helper process; test_resume interrupts a reply, and test_command covers every signal."""
-    child = subprocess.Popen(
+    child = ForkedProcess(
         [sys.executable, "-m", "mycli.cli", "run", "pico", "--raw", "Once", "-n", "2000", "--device", "cpu"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=default_signals,
     )
     assert child.stdout is not None
     child.stdout.read(1)

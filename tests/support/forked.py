@@ -80,7 +80,7 @@ class ForkedProcess(subprocess.Popen[Any]):
         self._close_pipe_fds(*(names[name] for name in ends))  # type: ignore[attr-defined]  # as the original ends
 
 
-class ForkedTerminal(pexpect.spawn):  # type: ignore[type-arg]  # generic only in the stubs
+class ForkedTerminal(pexpect.spawn):  # type: ignore[misc]  # it has no stubs
     """A `pexpect.spawn` of a Python command whose child is a fork of the server."""
 
     def _spawnpty(self, args: list[bytes], **options: Any) -> PtyProcess:

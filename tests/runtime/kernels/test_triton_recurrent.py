@@ -38,7 +38,8 @@ def runs(shape: int, advancing: Sequence[int]) -> DeviceRuns:
 
 def compare(kernel: Step, reference: Step, rows: tuple[Tensor, ...], state: Tensor, shape: int) -> None:
     """Check results and states of a kernel, and that states which do not advance stay as they are."""
-    for advancing in ((0, 1, 2, 3), (1,), ()):
+    every = ((0, 1, 2, 3), (1,), ())
+    for advancing in every if rows[0].dtype == torch.float32 else every[1:2]:  # states are fp32 with every dtype
         given, ours, theirs = runs(shape, advancing), state.clone(), state.clone()
         found, expected = kernel(rows, (ours,), given), given.run(reference, rows, (theirs,))
         assert found.dtype == expected.dtype and found.shape == expected.shape

@@ -36,15 +36,14 @@ pytestmark = pytest.mark.usefixtures("quick_configs")
 
 WAYS: dict[str, list[int]] = {
     "prefill": [TOKENS],
-    "chunks-of-7": [7] * -(-TOKENS // 7),
-    "steps-among-chunks": [*[1] * 5, 18, *[1] * 9, TOKENS - 32],
+    "steps-among-chunks": [*[1] * 5, 18, *[1] * 3, TOKENS - 26],
     "blocks-of-8-in-any-order": [17, 1, 1, *[7] * 3],
     "blocks-of-1-in-any-order": [13, 1, *[9] * 2, *[1] * 3, TOKENS - 35],
 }
 STEPS_ALONE = [1] * TOKENS
 if THOROUGH:
-    WAYS |= {"chunks-of-23": [23] * -(-TOKENS // 23), "prefill-then-steps": [11] + [1] * (TOKENS - 11)}
-    WAYS |= {"steps": STEPS_ALONE}
+    WAYS |= {f"chunks-of-{size}": [size] * -(-TOKENS // size) for size in (7, 23)}
+    WAYS |= {"prefill-then-steps": [11] + [1] * (TOKENS - 11), "steps": STEPS_ALONE}
 BLOCKS = {"blocks-of-8-in-any-order": 8, "blocks-of-1-in-any-order": 1}
 
 

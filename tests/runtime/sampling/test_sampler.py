@@ -18,9 +18,10 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler, sample_rows
+from tests.support.grids import examples
 
 VOCAB = 50
-DRAWS = 200_000
+DRAWS = examples(50_000, 200_000)
 
 SETTINGS = {
     "plain": SamplingParams(temperature=1.0),
