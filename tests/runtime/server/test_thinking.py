@@ -185,7 +185,7 @@ ALL_FORMS = {
 }
 LIMITS: dict[str, dict[str, Any]] = {
     "budget": {"reasoning_budget_tokens": 30, "temperature": 1.5},
-    "deadline": {"deadline": 0.3, "temperature": 1.5},
+    "deadline": {"deadline": 0.15, "temperature": 1.5},
     "loop": {"deadline": 600, "temperature": 0},
 }
 
