@@ -13,16 +13,20 @@ from pathlib import Path
 
 import torch
 
+from mycli.runtime.kernels.recurrent import DeltaSizes, ScanSizes
 from mycli.runtime.quantization.scheme import Packing
 from tests.ptx.builds import builds
 from tests.ptx.emulated import device, emulate
 from tests.ptx.test_emulated import compare
 from tests.runtime.kernels import test_triton_attention as attention
+from tests.runtime.kernels import test_triton_dense as dense
 from tests.runtime.kernels import test_triton_epilogues as epilogues
 from tests.runtime.kernels import test_triton_experts as experts
+from tests.runtime.kernels import test_triton_latent as latent
 from tests.runtime.kernels import test_triton_linear as linear
 from tests.runtime.kernels import test_triton_mixture as mixture
 from tests.runtime.kernels import test_triton_prompt_attention as prompts
+from tests.runtime.kernels import test_triton_recurrent as recurrent
 from tests.runtime.kernels import test_triton_sample as sample
 from tests.runtime.kernels import test_triton_top_k_top_p as top_k_top_p
 from tests.support.decode_models import CASES, FAMILIES
@@ -59,6 +63,15 @@ RUNS: dict[str, Run] = {
     "scores of experts": (mixture.scored, (mixture.CASES[4],)),
     "SiLU of experts": (mixture.activated, (mixture.CASES[4],)),
     "sums of experts": (mixture.combined, (mixture.CASES[4],)),
+    "dense products": (dense.computed, (dense.CASES[0],)),
+    "dense products of 12 rows": (dense.computed, (dense.CASES[2],)),
+    "latent attention": (latent.attended, (16, 32, 16, None, 1, (), 1)),
+    "latent attention, keys in several parts": (latent.attended, (20, 40, 8, None, 3, (3, 1, 2), 400)),
+    "latent attention, int8": (latent.attended, (4, 24, 24, torch.int8, 2, (), 400)),
+    "convolutions": (recurrent.convolved, (4, 48, True, True, torch.bfloat16, 1)),
+    "delta rules": (recurrent.ruled, (DeltaSizes(4, 2, 16, 32), torch.bfloat16, 1)),
+    "delta rules by channel": (recurrent.ruled, (DeltaSizes(3, 3, 16, 16, by_channel=True), torch.bfloat16, 1)),
+    "scans": (recurrent.scanned, (ScanSizes(4, 2, 16, 16, (0.0, float("inf"))), torch.bfloat16, 1)),
     "likeliest": (sample.most_likely, (sample.Case(2, 3000),)),
     "draws": (sample.draws, (sample.Case(2, 3000), "penalized")),
     "counts of tokens": (sample.counted, ()),
