@@ -10,7 +10,7 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import Pass, PassInput
-from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.cuda import CudaPass, _result
 from mycli.runtime.engine.passes.graphs import Capture, Step, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
@@ -74,8 +74,8 @@ def fused_pass(
 def run(fused: CudaPass, batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
     """Return logits [rows, vocab] of a pass; None if it is declined or fails."""
     work = PassInput(batch.chunks, cache, rope)
-    result = None if fused.takes(work) else fused._run_step(work)
-    return None if result is None else result.logits
+    ran = None if fused.takes(work) else fused._run_step(work)
+    return None if ran is None else _result(*ran, work).logits
 
 
 class Plain(Transformer):

@@ -156,9 +156,10 @@ class CudaPass:
 
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
-        result = self._run_step(work)
-        if result is None:
+        ran = self._run_step(work)
+        if ran is None:
             return self._plain.logits(work)
+        result = _result(*ran, work)  # if it fails, `plain` cannot continue: recurrent states have advanced
         if work.hook is not None:
             assert result.hidden is not None
             work.hook(result.hidden.clone())
@@ -178,8 +179,8 @@ class CudaPass:
         assert self.loop is not None
         return self.loop.tokens(work)
 
-    def _run_step(self, work: PassInput) -> _Result | None:
-        """Return the result of the step; None if it is up to `plain`."""
+    def _run_step(self, work: PassInput) -> tuple[Tensor, StepInput] | None:
+        """Return logits [padded sequences, 1 or new, vocab] and the input of the step; None if it is up to `plain`."""
         shape = _shape(work)
         assert shape is not None
         graphs = self._graphs.get(work.cache)
@@ -197,24 +198,25 @@ class CudaPass:
             logits = captured.replay()
             if captured.commit is not None:
                 _defer(work, captured.inputs, captured.commit)
-            return _result(logits, captured.inputs, work)
+            return logits, captured.inputs
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = Declined("kernels-failed", {"error": summarize_error(error)})
             self._give_up(declined, shape if launched else None)
             return None
 
-    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> _Result | None:
+    def _launched(self, work: PassInput, graphs: _CacheGraphs, key: _Kind) -> tuple[Tensor, StepInput] | None:
         shape, last, waits, _ = key
         expected = None
         if not self.trusts(shape):
             expected = self._expected(work)  # first: the cache must end up with what replays write
         inputs = _inputs(work, shape)
         # Where it fails or differs, states must be as before: `plain` continues from them.
-        result = _result(self.step(inputs.resting(), graphs.rope, work.cache, last), inputs, work)
+        logits = self.step(inputs.resting(), graphs.rope, work.cache, last)
         if waits:
             advance_by_drafts(inputs, work.cache.states)  # by none: compiles what a capture of it will launch
         declined = None
         if expected is not None:
+            result = _result(logits, inputs, work)
             declined = compare_logits(result.logits, expected.logits, self._tolerance)
             if result.hidden is not None and expected.hidden is not None:
                 declined = declined or compare_hidden(result.hidden, expected.hidden, self._tolerance)
@@ -222,12 +224,12 @@ class CudaPass:
             self._give_up(declined, shape)
             return None
         if inputs.states is not None:
-            result = _result(self.step(inputs, graphs.rope, work.cache, last), inputs, work)
+            logits = self.step(inputs, graphs.rope, work.cache, last)
         if waits:
             _defer(work, inputs, partial(advance_by_drafts, inputs, work.cache.states))
         self._compared.add(shape)
         graphs.by_shape[key] = None
-        return result
+        return logits, inputs
 
     def _expected(self, work: PassInput) -> _Result:
         """Return the result of `plain`; states stay as they are."""

@@ -164,6 +164,44 @@ def test_a_pass_without_memory_for_its_graphs_is_launched(failing: int, tmp_path
     assert [declined.code for declined in reported] == ["no-graph-memory"]
 
 
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "tokens"])
+def test_states_do_not_advance_twice_where_a_result_does_not_fit(
+    drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that are not padding are gathered after the replay, which may have advanced the states."""
+    need_native_code()
+    model = loaded(FAMILIES[0], tmp_path)
+    way = CudaPass(CapturedStep(model), PlainPass(model), recording, name="captured")
+    cache = KVCache(model.config, 6, KEY_BLOCK, model.device, torch.bfloat16, slots=4)
+    rope = ModelRunner(model).rope(2 * KEY_BLOCK)
+
+    def work(start: int) -> PassInput:
+        counts = (4, 2, 3)
+        chunks = [
+            Chunk(list(range(3, 3 + count)), start, TABLES[index], count, SLOTS[index], (count - 1) * drafts)
+            for index, count in enumerate(counts)
+        ]
+        return PassInput(chunks, cache, rope)
+
+    for start in range(0, 12, 4):  # launched, captured and replayed
+        way.logits(work(start))
+        cache.states.discard_drafts()
+    before = [state.clone() for state in cache.states.layer(0)]
+
+    def full(*arguments: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("mycli.runtime.engine.passes.cuda._without_padding", full)
+    plain = list[PassInput]()
+    monkeypatch.setattr(way._plain, "logits", plain.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        way.logits(work(12))
+    assert not plain, "it would start from states that have advanced, or defer another update"
+    cache.states.discard_drafts()
+    unchanged = all(torch.equal(*pair) for pair in zip(before, cache.states.layer(0), strict=True))
+    assert unchanged == drafts
+
+
 def test_rows_of_drafts_are_not_held_by_their_graph(tmp_path: Path) -> None:
     """The pool of the graphs has their memory, for the next graph too."""
     need_native_code()
