@@ -56,6 +56,7 @@ class StateStore:
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def write_bytes(self, slot: int, values: bytearray) -> None:
+        self._commit_accepted()
         at = 0
         for tensor in (tensor for states in self._layers.values() for tensor in states):
             part = torch.frombuffer(values, dtype=tensor.dtype, count=tensor[slot].numel(), offset=at)
