@@ -22,7 +22,10 @@ import typer  # noqa: F401
 
 
 def start_child(descriptors: list[int], control: socket.socket) -> bool:
-    """Fork a grandchild, which the client adopts, and send its number; return True in the grandchild."""
+    """Fork a grandchild, which the client adopts, and send its number; return True in the grandchild.
+
+    Where no process can be started, the message is empty.
+    """
     reading, writing = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -34,9 +37,10 @@ def start_child(descriptors: list[int], control: socket.socket) -> bool:
             os.close(descriptor)
         control.close()
         return True
+    os.close(writing)  # or reading would wait for ever where the second fork failed
     os.waitpid(middle, 0)  # only now is the grandchild adopted
     control.send(os.read(reading, 20))
-    for descriptor in (reading, writing, *descriptors):
+    for descriptor in (reading, *descriptors):
         os.close(descriptor)
     return False
 

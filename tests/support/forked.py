@@ -25,6 +25,13 @@ _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: the parent of orphans is this process and
 
 
 @cache
+def _can_adopt() -> bool:
+    # Where orphans are not adopted, as outside Linux, commands are started as usual: `Popen` takes a process that it
+    # cannot wait for as one that ended with 0.
+    return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_ADOPT, 0, 0, 0, 0) == 0)
+
+
+@cache
 def _fork_server() -> socket.socket:
     """Start the server on first use; it ends with this process, whose end of the socket closes."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -61,15 +68,20 @@ def _fork(
     libc.prctl(_ADOPT, 1, 0, 0, 0)
     try:
         socket.send_fds(control, [json.dumps(request).encode()], list(descriptors))
-        return int(control.recv(20))
+        number = control.recv(20)
     finally:
         libc.prctl(_ADOPT, 0, 0, 0, 0)
+    if not number:
+        raise OSError("the fork server started no process")
+    return int(number)
 
 
 class ForkedProcess(subprocess.Popen[Any]):
     """A `subprocess.Popen` whose child is a fork of the server; signals have their defaults."""
 
     def _execute_child(self, *arguments: Any) -> None:
+        if not _can_adopt():
+            return super()._execute_child(*arguments)  # type: ignore[misc,no-any-return]
         signature = inspect.signature(super()._execute_child)  # type: ignore[misc]  # where Popen starts the child
         names = signature.bind(*arguments).arguments
         pipes = [names[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -84,6 +96,8 @@ class ForkedTerminal(pexpect.spawn):  # type: ignore[misc]  # it has no stubs
     """A `pexpect.spawn` of a Python command whose child is a fork of the server."""
 
     def _spawnpty(self, args: list[bytes], **options: Any) -> PtyProcess:
+        if not _can_adopt():
+            return super()._spawnpty(args, **options)
         ours, theirs = pty.openpty()
         try:
             command = [os.fsdecode(word) for word in args]
