@@ -78,6 +78,8 @@ def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
 
 def _prompts(engine: Engine) -> Iterator[list[Chunk]]:
     longest = min(prefill_chunk(gpu=True), engine.context)
+    if _hook(engine) is not None:
+        longest = min(longest, MOST_ROWS)  # longer prompts are the plain pass's
     for tokens in sorted({min(count, longest) for count in (*TOKEN_BUCKETS, *PROMPT_BUCKETS, longest)}):
         yield [_chunk(engine, tokens, 1)]
 

@@ -167,8 +167,8 @@ def captured_bytes(plan: MemoryPlan) -> int:
     rows = [sequences * new for sequences, new in decode_shapes(running, drafted)]
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
-    logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)
-    read = plan.draft is not None and plan.draft.config.is_mtp
+    logits, read = plan.config.vocab_size * plan.value_bytes, plan.draft is not None and plan.draft.config.is_mtp
+    longest = min(plan.rows, MOST_ROWS if read else PROMPT_ROWS)
     hidden = plan.config.hidden_size * plan.value_bytes if read else 0
     graphs = graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest, hidden)
     if not drafted:

@@ -267,7 +267,7 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     assert captured_bytes(ngrams) == captured_bytes(drafted), "so are drafts without a model"
     head = replace(drafted, draft=replace(one, config=replace(one.config, is_mtp=True)))
     rows = 1 + alone + sum((8, 16, 32, 64, 128, 256))
-    assert captured_bytes(head) == captured_bytes(drafted) + rows * 4096 * 2, "the hidden states that an MTP head reads"
+    assert captured_bytes(head) == captured_bytes(drafted) - longer + rows * 4096 * 2, "hidden states of short prompts"
     assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
     odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
     for without in (replace(one, gpu=False), odd):
