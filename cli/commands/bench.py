@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
-from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_passes, announce_placement
+from mycli.cli.load import (
+    about,
+    adapted,
+    announce_build,
+    announce_experts,
+    announce_passes,
+    announce_placement,
+    require_generative,
+)
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text
 from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
@@ -101,6 +109,7 @@ def _check(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial
     with about(call, model):
         source = resolve(model, offline=call.offline)
         folder = adapted(call, source.open(), model, engine.adapter)
+        require_generative(folder.config)
         folder.checked_manifest()
     placement = engine.place(folder.config)
     plans = []

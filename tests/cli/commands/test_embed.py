@@ -83,13 +83,13 @@ def test_an_encoder_neither_chats_nor_has_a_perplexity(
     assert "computes embeddings" in refused.stderr and "mycli embed" in refused.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "embed"])
+@pytest.mark.parametrize("command", ["run", "embed", "bench"])
 def test_a_reranker_names_its_route(mycli: Mycli, tmp_path: Path, command: str) -> None:
     folder = cross_encoder(tmp_path / "bert")
     texts = ("Hello",) if command == "run" else ()
     refused = mycli(command, str(folder), *texts, "--device", "cpu", input="Hello")
     assert refused.returncode in (2, 3) and "scores pairs of texts" in refused.stderr, refused.stderr
-    assert "POST /v1/rerank" in refused.stderr
+    assert f"mycli serve {folder}; " in refused.stderr and "POST /v1/rerank" in refused.stderr
 
 
 def test_a_quantized_reranker_keeps_its_head(mycli: Mycli, tmp_path: Path) -> None:
