@@ -52,7 +52,9 @@ class MemoryPlan:
 
     @property
     def chunk(self) -> int:
-        return min(self.context, prefill_chunk(self.gpu))
+        tokens = prefill_chunk(self.gpu)
+        # A bidirectional model computes each text whole, and shorter ones together.
+        return max(self.context, tokens) if self.config.bidirectional else min(self.context, tokens)
 
 
 def cache_positions(context: int) -> int:

@@ -74,7 +74,21 @@ def dense_cache_bytes(plan: MemoryPlan) -> int:
 
 
 def mask_bytes(plan: MemoryPlan) -> int:
+    if plan.config.bidirectional:
+        return _whole_text_bytes(plan)
     return _gpu_mask_bytes(plan) if plan.gpu else _cpu_mask_bytes(plan)
+
+
+def _whole_text_bytes(plan: MemoryPlan) -> int:
+    # Each length has a boolean mask for each window, of which one is computed from distances in 4 bytes and later also
+    # in the dtype of activations, and biases of the scores for each head, from distances in 8 bytes, five at a time.
+    config, square = plan.config, plan.context**2
+    pairs = plan.context * plan.chunk  # no less than the sum of the squared lengths in a pass
+    windows = [window for window in config.distinct_windows if window is not None and window < plan.context]
+    masks = len(windows) * pairs + (4 * square if windows else 0)
+    if config.positions is None or config.positions.distances is None:
+        return masks
+    return masks + config.heads * pairs * plan.value_bytes + 5 * 8 * square
 
 
 def _gpu_mask_bytes(plan: MemoryPlan) -> int:

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
     CPU_KEPT,
@@ -27,6 +29,7 @@ from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB, human_bytes
+from tests.support.embedding_models import encoder
 from tests.support.published import plan, published
 
 INT4 = Packing(4, 128)
@@ -393,3 +396,16 @@ def test_drafts_of_recurrent_models_hold_what_advances_their_states(running: int
 def test_values_that_drafts_hold_are_part_of_a_pass(name: str) -> None:
     specs = [spec.recurrent for spec in published(name).layer_specs if spec.recurrent is not None]
     assert specs and all(0 < spec.draft_values() < spec.forward_values() for spec in specs)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "mpnet", "modernbert"])
+def test_texts_that_are_read_whole(model_type: str, tmp_path: Path) -> None:
+    """A text longer than a chunk is one pass, with masks of windows or biases of each head for all pairs of tokens."""
+    shape = {"local_attention": 8} if model_type == "modernbert" else {}
+    folder = encoder(tmp_path / "model", model_type, max_position_embeddings=4098, **shape)
+    plan = MemoryPlan(open_model_folder(folder).config, context=4096, dtype="float32")
+    square = 4096**2
+    least = {"bert": 0, "mpnet": 4 * 4 * square, "modernbert": 5 * square}[model_type]
+    assert mask_bytes(plan) >= least and (model_type != "bert" or mask_bytes(plan) == 0)
+    assert plan.rows == 4096
+    assert replace(plan, context=64).rows == 512  # several texts in one pass
