@@ -13,10 +13,12 @@ from mycli.runtime.server.service import Service
 def _described(service: Service, request: Request, name: str) -> dict[str, Any]:
     if asks_anthropic(request):
         return anthropic_model(name, service.created, service.context)
+    config, template = service.loaded.runner.config, service.loaded.tokenizer.template
+    generates = not config.bidirectional
     return {
         **openai_model(name, service.name, service.created, service.context),
-        "capabilities": {"completion_chat": service.loaded.tokenizer.template is not None, "function_calling": True},
-        "training_context_length": service.loaded.runner.config.max_context,
+        "capabilities": {"completion_chat": generates and template is not None, "function_calling": generates},
+        "training_context_length": config.max_context,
     }
 
 

@@ -128,6 +128,8 @@ def test_a_reranker_neither_embeds_nor_generates(tmp_path: Path) -> None:
     with serving(*load_fp32(cross_encoder(tmp_path / "model")), ServerSettings(("bert",))) as served:
         embedded = served.ask("POST", "/v1/embeddings", {"input": "a"})
         assert embedded.status == 400 and "it is a reranker, for /v1/rerank" in embedded.error["message"]
+        listed = served.ask("GET", "/v1/models").json["data"][0]["capabilities"]
+        assert listed == {"completion_chat": False, "function_calling": False}
         completed = served.ask("POST", "/v1/completions", {"prompt": "a"})
         assert completed.status == 400 and "scores pairs of texts" in completed.error["message"]
 
