@@ -101,8 +101,12 @@ def _requested(body: Constraints) -> dict[str, ResponseFormat]:
     if body.response_format is not None and body.response_format.type != "text":
         formats["response_format"] = body.response_format
     vllm = body.structured_outputs or StructuredOutputs.model_validate({})
-    vllm_schema: Schema | None = {"type": "object"} if vllm.json_object else vllm.json_
-    schemas = {"json_schema": body.json_schema, "guided_json": body.guided_json, "structured_outputs.json": vllm_schema}
+    schemas: dict[str, Schema | None] = {
+        "json_schema": body.json_schema,
+        "guided_json": body.guided_json,
+        "structured_outputs.json": vllm.json_,
+        "structured_outputs.json_object": {"type": "object"} if vllm.json_object else None,
+    }
     for field, schema in schemas.items():
         if schema is not None:
             formats[field] = json_schema_format(_parsed(schema, field), field)

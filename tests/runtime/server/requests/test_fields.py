@@ -18,7 +18,9 @@ from openai.types.responses import input_token_count_params, response_create_par
 from pydantic import ValidationError
 
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests import fields
+from mycli.runtime.server.requests.formats import Constraints, output_format
 from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.routes.messages_request import CountRequest, InputTool, counted_spec
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -261,6 +263,19 @@ def test_a_constraint_in_any_servers_words_is_kept(served: Served, constraint: d
     reply = served.chat("Write.", max_tokens=60, **constraint)
     text = reply.json["choices"][0]["message"]["content"]
     assert set(text) - {'"'} == {"a"} and (len(text.strip('"')) == 3 or "response_format" in constraint)
+
+
+@pytest.mark.parametrize(("json_object", "refused"), [(True, True), (False, False), (None, False)])
+def test_a_schema_and_any_json_object_contradict(json_object: bool | None, refused: bool) -> None:
+    asked = {"structured_outputs": {"json": {"const": "aaa"}, "json_object": json_object}}
+    body = Constraints.model_validate(asked)
+    if refused:
+        with pytest.raises(ApiError, match=r"^structured_outputs\.json and structured_outputs\.json_object cannot be"):
+            output_format(body)
+    else:
+        answer = output_format(body)
+        assert answer is not None and answer.json_schema is not None
+        assert answer.json_schema.schema_ == {"const": "aaa"}
 
 
 def test_a_stop_token_of_the_request_ends_the_reply(scripted: Scripted) -> None:
