@@ -126,7 +126,8 @@ def _serving(model: str, flags: Sequence[str], context: int, sequences: int) -> 
     line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json", "--ctx", str(context)]
     # Supervised: without a key, whatever the settings say, and ended when its standard input closes. So a killed
     # measurement leaves no server behind.
-    line += ["--max-sequences", str(sequences), "--supervised", *flags]
+    # No records: they would push the replies that users can resume out of the folder.
+    line += ["--max-sequences", str(sequences), "--supervised", "--no-record", *flags]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

@@ -183,6 +183,14 @@ def test_a_row_sums_its_runs() -> None:
         _row(server, "m", "http", [LoadResult(load, (Reply(0.0, problem="busy"),), 1.0)])
 
 
+def test_its_server_records_no_replies(environment: dict[str, str], tmp_path: Path) -> None:
+    words = ["bench", "serve", "pico", "--clients", "1", "--requests", "1", "-p", "8", "-n", "2", "-r", "1"]
+    state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    line = [*COMMAND, *words, "--device", "cpu"]
+    subprocess.run(line, env=environment | state, check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, cwd="/")
+    assert not list((tmp_path / "state").rglob("replies/*"))
+
+
 def _children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
