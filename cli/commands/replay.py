@@ -70,22 +70,22 @@ def _replay(opened: "OpenedModel", recorded: "Receipt") -> "TokenDifference | No
 
 
 def _reply(opened: "OpenedModel", recorded: "Receipt") -> "Completion":
-    from mycli.runtime.engine.replies.completion import Completion
+    from mycli.cli.replies.generation import Generator
 
     size = opened.model.runner.config.vocab_size
     if not all(0 <= token < size for token in (*recorded.prompt, *recorded.tokens)):
         raise UsageError(f"the receipt has tokens outside the vocabulary of {size}", "")
     reply_format = format_of(recorded)
     flags = GrammarFlags(reply_format.schema, reply_format.regex, reply_format.json_mode, reply_format.extra_properties)
-    return Completion(
-        opened.model,
-        opened.engine,
-        recorded.prompt,
+    generator = Generator(
+        opened,
         recorded.sampling,
-        limit=recorded.limit,
+        limit=options.NO_LIMIT if recorded.limit is None else recorded.limit,
         stops=recorded.stops,
+        raw=reply_format.raw,
         grammar=flags.resolve(reply_format.schema, opened.model),
     )
+    return generator.reply(recorded.prompt)
 
 
 def _report(

@@ -141,7 +141,7 @@ def run(
     reply = generator.reply(ids, recorded)
     _show(call, generator, reply, recorded, escapes, seconds)
     if receipt is not None:
-        reply_format = ReplyFormat(schema, grammar.regex, grammar.json_mode, grammar.extra_properties)
+        reply_format = ReplyFormat(schema, grammar.regex, grammar.json_mode, grammar.extra_properties, raw)
         write_receipt(receipt, generator, reply, loading, reply_format)
     _check_complete(generator, [reply])
     return ExitCode.OK

@@ -35,12 +35,13 @@ _LATER = {"fp8_prompts": False, "portable_bits": False}  # settings that the fir
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """The options of a reply's format; `schema`: the text itself."""
+    """The options of a reply's format; `schema`: the text itself; `raw`: it continues the prompt."""
 
     schema: str | None = None
     regex: str | None = None
     json_mode: bool = False
     extra_properties: bool = False
+    raw: bool = False
 
 
 def check_receipt(path: Path, loading: LoadFlags, single: bool, template: bool) -> None:
@@ -113,10 +114,10 @@ def loading_of(receipt: "Receipt") -> LoadFlags:
 
 def format_of(receipt: "Receipt") -> ReplyFormat:
     values = {name: receipt.format.get(name) for name in asdict(ReplyFormat())}
+    values["raw"] = receipt.format.get("raw", False)  # the first receipts do not have it
     for name, value in values.items():
-        if not (
-            isinstance(value, bool) if name in ("json_mode", "extra_properties") else isinstance(value, str | None)
-        ):
+        texts = name in ("schema", "regex")
+        if not isinstance(value, str | None if texts else bool):
             raise _unknown("format", name, value)
     return ReplyFormat(**values)  # type: ignore[arg-type]  # checked above
 

@@ -68,6 +68,27 @@ def test_a_format_is_part_of_the_receipt(mycli: Mycli, tmp_path: Path) -> None:
     assert mycli("replay", path).returncode == 0
 
 
+@pytest.mark.parametrize("raw", [True, False])
+def test_stop_strings_match_as_they_did(raw: bool, mycli: Mycli, tmp_path: Path) -> None:
+    """SentencePiece's space before the first word is part of a text that continues another, not of an answer."""
+    copy, path = shutil.copytree(PICO, tmp_path / "copy"), tmp_path / "r.json"
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    replace_spaces = {"type": "Replace", "pattern": {"String": "Ġ"}, "content": " "}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [replace_spaces, {"type": "Fuse"}, strip]}
+    (copy / "tokenizer.json").chmod(0o644)
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = ("--raw",) if raw else ()
+    run = ("run", str(copy), "Once upon a", *words, "-n", "6", *CPU)
+    text = json.loads(mycli(*run, "--json").stdout)["text"]
+    stop = text[:3]
+    assert text.startswith(" ") == raw
+    done = mycli(*run, "--stop", stop, "--receipt", str(path))
+    assert done.returncode == 0 and len(Receipt.read(path).tokens) <= 2, done.stderr
+    done = mycli("replay", str(path))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("words", [("--samples", "2"), ("--draft", "pico-draft"), ("--batch", "-")])
 def test_what_a_receipt_cannot_describe_is_refused_first(words: tuple[str, ...], mycli: Mycli, tmp_path: Path) -> None:
     prompt = () if words[0] == "--batch" else ("Hi",)
