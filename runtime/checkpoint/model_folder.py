@@ -15,7 +15,7 @@ from mycli.runtime.checkpoint.formats import Headers, is_quantized, mlx, read_qu
 from mycli.runtime.checkpoint.manifest import Manifest, listed_tensors
 from mycli.runtime.checkpoint.restored_weights import restore_entries
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, damaged
-from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES
+from mycli.runtime.checkpoint.sentence_transformers import MODULE_FILE, MODULES, TEXT_SETTINGS
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -51,7 +51,7 @@ COMPANIONS = (
     "generation_config.json",
     MODULES,
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    *TEXT_SETTINGS,
     "LICENSE",
     "LICENSE.txt",
     "LICENSE.md",

@@ -15,7 +15,11 @@ from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, str
 
 MODULES = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
-_TEXTS = "sentence_bert_config.json"
+# In the order in which sentence-transformers looks for them; older versions named the file after the model's class.
+TEXT_SETTINGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 # Files of the modules after the first, in folders as sentence-transformers names them: 1_Pooling, 2_Dense.
 MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 _MAX_BYTES = 1 << 20
@@ -97,8 +101,7 @@ class ScoreSpec:
 
 def lowers_texts(folder: Path) -> bool:
     """Return whether texts are put in lower case before the tokenizer reads them. Raises ModelError."""
-    path = folder / _TEXTS
-    return path.is_file() and read_object(path).boolean("do_lower_case", False)
+    return _text_settings(folder).boolean("do_lower_case", False)
 
 
 def read_score_spec(folder: Path) -> ScoreSpec | None:
@@ -135,7 +138,7 @@ def read_cross_encoder_spec(folder: Path, config: Fields, settings: Fields) -> C
             break
     else:
         activation = "Sigmoid"
-    longest = _max_tokens(folder / _TEXTS)
+    longest = _max_tokens(_text_settings(folder))
     if longest is None:
         most = settings.values.get("model_max_length")  # 1e30 where there is no limit
         longest = most if type(most) is int and 0 < most < 1 << 31 else None
@@ -167,7 +170,7 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
             raise ModelError(f"{path}: module {kind!r:.60} is not supported in place {position}")
     if not pooling:
         raise ModelError(f"{path}: has no Pooling module")
-    longest = _max_tokens(folder / _TEXTS)
+    longest = _max_tokens(_text_settings(folder))
     prompts, default = _prompts(folder / _SETTINGS)
     return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default, longest)
 
@@ -237,8 +240,12 @@ def _dense(folder: Path, width: int) -> DenseSpec:
     return DenseSpec(path, width, raw.integer("out_features", high=1 << 20), raw.boolean("bias", True), activation)
 
 
-def _max_tokens(path: Path) -> int | None:
-    raw = read_object(path) if path.is_file() else Fields({}, str(path))
+def _text_settings(folder: Path) -> Fields:
+    path = next((path for name in TEXT_SETTINGS if (path := folder / name).is_file()), None)
+    return Fields({}, str(folder / TEXT_SETTINGS[0])) if path is None else read_object(path)
+
+
+def _max_tokens(raw: Fields) -> int | None:
     # With it the library renders every text by the chat template, as for Qwen3-VL-Embedding.
     if "message" in raw.object("modality_config").values:
         raise raw.fail("modality_config", "has 'message': texts within a chat template are not supported")

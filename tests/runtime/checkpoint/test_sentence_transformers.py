@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from mycli.runtime.checkpoint.model_folder import COMPANIONS
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.sentence_transformers import (
     EmbeddingSpec,
     ScoreSpec,
+    lowers_texts,
     read_embedding_spec,
     read_score_spec,
 )
@@ -99,6 +101,19 @@ def test_a_module_outside_of_the_folder_is_refused(tmp_path: Path, path: str) ->
     (tmp_path / "modules.json").write_text(json.dumps([{"type": TYPES + kind, "path": name} for kind, name in modules]))
     with pytest.raises(ModelError, match="is not a folder of the model"):
         read_embedding_spec(tmp_path, 8)
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_older_names_of_the_settings(name: str, tmp_path: Path) -> None:
+    """The library reads the first that exists; the name of BERT comes first."""
+    _read(tmp_path, {"in_features": 8, "out_features": 8})
+    (tmp_path / f"sentence_{name}_config.json").write_text(json.dumps({"max_seq_length": 96, "do_lower_case": True}))
+    spec = read_embedding_spec(tmp_path, 8)
+    assert spec is not None and spec.max_tokens == 96 and lowers_texts(tmp_path)
+    assert f"sentence_{name}_config.json" in COMPANIONS
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
+    spec = read_embedding_spec(tmp_path, 8)
+    assert spec is not None and spec.max_tokens == 64 and not lowers_texts(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["in-process", "worker", "already-lower"])
