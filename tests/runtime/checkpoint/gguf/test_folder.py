@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "internlm2-of-parts": ("internlm2", "llama", {}, {}),
+    "paddleocr-hd32": ("paddleocr", "llama", {"head_dim": 32}, {"paddleocr.rope.dimension_sections": [4, 6, 6, 0]}),
     "mistral": ("llama", "mistral", {"sliding_window": None}, {}),
     "mistral-window7": ("llama", "mistral", {"sliding_window": 7}, {"llama.attention.sliding_window": 7}),
     "qwen2-biases": ("qwen2", "qwen2", {}, {}),

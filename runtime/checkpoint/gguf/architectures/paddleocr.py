@@ -1,0 +1,12 @@
+"""The text part of PaddleOCR-VL: Llama in the rows of Hugging Face, with three positions a token, equal in a text."""
+
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
+from mycli.runtime.checkpoint.gguf.architectures.qwen2vl import read_image_positions
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
+
+ARCHITECTURE = Architecture(
+    name="paddleocr",
+    model_type="llama",
+    requires=(WHOLE_ROTATION,),
+    read_config=lambda model, config: read_image_positions(model, config, "paddleocr_vl"),
+)
