@@ -126,9 +126,12 @@ def read_tokenizer(folder: Path) -> tuple[Fields, bytes]:
     """Return tokenizer.json, or tekken.json converted to it, parsed and as bytes. Raises ModelError."""
     path = tekken.tokenizer_file(folder)
     if not path.exists() and (folder / SENTENCEPIECE).is_file():
+        # As of InternLM 2: transformers has no class for its tokenizer.
+        has_code = read_tokenizer_settings(folder).has("auto_map")
+        options, risk = (", trust_remote_code=True", ", which runs the model's code") if has_code else ("", "")
         raise ModelError(
             f"tokenizer.json: no such file in {folder}, only {SENTENCEPIECE} (SentencePiece)",
-            "write it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER);"
+            f"write it with transformers: AutoTokenizer.from_pretrained(FOLDER{options}).save_pretrained(FOLDER){risk};"
             " or use a version of the model that has it",
         )
     data = read_bytes(path, MAX_FILE_BYTES)

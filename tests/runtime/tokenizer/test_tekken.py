@@ -167,4 +167,10 @@ def test_sentencepiece_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
     with pytest.raises(ModelError, match=r"only tokenizer\.model \(SentencePiece\)") as caught:
         read_tokenizer(tmp_path)
-    assert "save_pretrained" in caught.value.hint and not caught.value.code
+    assert "from_pretrained(FOLDER).save_pretrained" in caught.value.hint and not caught.value.code
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_internlm2.InternLM2Tokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError) as caught:
+        read_tokenizer(tmp_path)
+    assert "from_pretrained(FOLDER, trust_remote_code=True)" in caught.value.hint
+    assert "runs the model's code" in caught.value.hint
