@@ -237,7 +237,7 @@ def test_a_grammar_ends_the_reply_by_the_deadline(deadline: float | None) -> Non
 
     grammar = MagicMock(**{"start.return_value": None})
     RequestState.start(Request((1,), grammar=grammar, deadline=deadline), 4096, CPU, 30, clock)
-    grammar.start.assert_called_once_with(limits=ReplyLimits(30, None if deadline is None else 105.0, clock))
+    grammar.start.assert_called_once_with(ReplyLimits(30, None if deadline is None else 105.0, clock))
 
 
 def test_forks_come_before_the_first_token(pico: ModelRunner) -> None:

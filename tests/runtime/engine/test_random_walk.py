@@ -61,7 +61,7 @@ class EveryThird(Grammar):
     def __init__(self) -> None:
         """Need no tokens: nothing is compiled."""
 
-    def start(self, sequences: int = 1, limits: object = None) -> "ThirdState":  # type: ignore[override]
+    def start(self, limits: object = None) -> "ThirdState":  # type: ignore[override]
         return ThirdState()
 
 
@@ -75,9 +75,9 @@ class ThirdState:
         ids = torch.arange(logits.shape[1])
         return logits.masked_fill((ids + self.count) % 3 != 0, float("-inf"))
 
-    def accept(self, tokens: Sequence[int]) -> list[int]:
+    def accept(self, token: int) -> int:
         self.count += 1
-        return list(tokens)
+        return token
 
 
 class Oracle(PromptLookup):

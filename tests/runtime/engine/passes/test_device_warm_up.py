@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from mycli.runtime.engine import warm_up
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.warm_up import warm_up_passes
@@ -74,6 +75,7 @@ def compiled_kinds() -> tuple[int, bool]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_loop, "sample_tokens", noted)
+            patch.setattr(warm_up, "_COMPILED_IN_PARALLEL", 1)  # the interpreter serves one thread
             if kinds is found[0]:
                 warm_up_passes(engine, [SamplingParams()])
                 continue
