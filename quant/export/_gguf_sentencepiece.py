@@ -12,7 +12,7 @@ from typing import Any
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.gguf_bpe import derived_merges
 from mycli.runtime.tokenizer.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, ggml_key
-from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
+from mycli.runtime.tokenizer.tokenizer_files import MAX_TOKENS
 from mycli.runtime.utils.json_fields import Fields
 
 _SPACE = "▁"

@@ -19,7 +19,7 @@ from mycli.runtime.tokenizer.fill_in_middle import FIM_NAMES, find_fim_tokens
 from mycli.runtime.tokenizer.gguf_tokenizer import FIM_IDS, SPECIAL_IDS
 from mycli.runtime.tokenizer.gguf_vocabulary import CONTROL, NORMAL, UNUSED, USER, ggml_key
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
-from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
+from mycli.runtime.tokenizer.tokenizer_files import MAX_TOKENS
 from mycli.runtime.utils.json_fields import Fields
 
 

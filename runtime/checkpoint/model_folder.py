@@ -316,13 +316,13 @@ class ModelFolder:
         return tokenizer_file(self.path).exists()
 
     def tokenizer_json(self) -> Fields:
-        from mycli.runtime.tokenizer.tokenizer import read_tokenizer
+        from mycli.runtime.tokenizer.tokenizer_files import read_tokenizer
 
         return read_tokenizer(self.path)[0]
 
     def tokenizer_settings(self) -> Fields:
         """Read tokenizer_config.json; empty if the file is missing."""
-        from mycli.runtime.tokenizer.tokenizer import read_tokenizer_settings
+        from mycli.runtime.tokenizer.tokenizer_files import read_tokenizer_settings
 
         return read_tokenizer_settings(self.path)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import Message, TemplateOptions
-from mycli.runtime.tokenizer.tokenizer import Tokenizer, read_tokenizer, read_tokenizer_settings
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from mycli.runtime.tokenizer.tokenizer_files import read_tokenizer, read_tokenizer_settings
 from tests.support.small_tokenizers import tekken
 
 ROWS = 320
