@@ -60,19 +60,19 @@ class Compiler:
 
 
 def _cuda() -> CompilePass:
-    from mycli.runtime.engine.passes.cuda import compile_cuda_pass
+    from mycli.runtime.engine.passes.compile_cuda import compile_cuda_pass
 
     return compile_cuda_pass
 
 
 def _captured() -> CompilePass:
-    from mycli.runtime.engine.passes.cuda import compile_captured_pass
+    from mycli.runtime.engine.passes.compile_cuda import compile_captured_pass
 
     return compile_captured_pass
 
 
 def _prompts() -> CompilePass:
-    from mycli.runtime.engine.passes.cuda import compile_prompt_pass
+    from mycli.runtime.engine.passes.compile_cuda import compile_prompt_pass
 
     return compile_prompt_pass
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.passes.base import PassInput
-from mycli.runtime.engine.passes.cuda import CudaPass, compile_step
+from mycli.runtime.engine.passes.compile_cuda import compile_step
+from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.gate import difference, tolerance
 from mycli.runtime.engine.passes.graphs import Capture, Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass

@@ -13,7 +13,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.passes import gate
 from mycli.runtime.engine.passes.captured import CapturedStep
-from mycli.runtime.engine.passes.cuda import compile_step
+from mycli.runtime.engine.passes.compile_cuda import compile_step
 from mycli.runtime.engine.passes.gate import compare_logits, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import LayeredStep, StepInput
 from mycli.runtime.errors import Declined
