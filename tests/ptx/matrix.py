@@ -4,7 +4,7 @@ PYTHONPATH=.links python -m tests.ptx.matrix FOLDER [--triton FOLDER_OF_A_TRITON
 
 Besides the installed Triton, those in the folders are run. Each part is a process of its own, whose output is stored in
 FOLDER; parts that have passed are not run again, so a run can be interrupted. All parts take hours of processor time.
-`kernels`, `passes` and `families` also write docs/results/emulated.md.
+`kernels`, `passes`, `layers` and `families` also write docs/results/emulated.md.
 """
 
 import argparse
@@ -26,6 +26,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "races": ("tests.ptx.race_runs", "{cache}", "{capability}"),
     "kernels": ("tests.ptx.suite", "{page}", "{capability}", "-k", "not fused"),
     "passes": ("tests.ptx.suite", "{page}", "{capability}", "-k", "a_fused_pass"),
+    "layers": ("tests.ptx.suite", "{page}", "{capability}", "-k", "a_fused_layer"),
     "families": ("tests.ptx.suite", "{page}", "{capability}", "-k", "a_fused_family"),
 }
 

@@ -19,7 +19,7 @@ from tests.runtime.engine.passes import test_fused  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_prompt_attention import Prompts, cuts  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
-from tests.support.decode_models import CASES, FAMILIES, MIXED, PADDED, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CASES, FAMILIES, MIXED, PADDED, PUBLISHED_SIZES, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
 LONG = 1088, 700  # a cache whose keys are split into several parts, and the number of parts
@@ -113,6 +113,14 @@ def test_a_fused_pass_is_the_plain_models(
     logits, cache, launches = emulate(folder, capability, compare, case, size)
     assert logits < 0.02 and cache < (0.05 if case.int4 else 0.02)  # a step of int4 is 1/8 of the largest value
     assert launches >= 2 * sum(test_fused.launches_of(case).values()), "twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PUBLISHED_SIZES, ids=["8b", "30b-a3b"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_fused_layer_of_a_published_size_is_the_plain_one(capability: int, case: Case, folder: Path) -> None:
+    logits, cache, _ = emulate(folder, capability, compare, case, (2176, 2048))  # 17 shuffled blocks
+    assert logits < 0.02 and cache < 0.02
 
 
 @pytest.mark.slow

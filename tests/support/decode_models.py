@@ -157,6 +157,15 @@ WIDE = [
     Case({"layers": 1}, group=16, packed_head=True, new=12),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
 ]
+# One layer as large as in Llama-3.1-8B and in Qwen3-30B-A3B.
+_QWEN_30B = {"layers": 1, "hidden_size": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "qk_norm": True}
+PUBLISHED_SIZES = [
+    Case(
+        {"layers": 1, "hidden_size": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate_size": 14336},
+        group=128,
+    ),
+    Case(_QWEN_30B, group=128, experts=MoeLayers(128, RoutingSpec(8, normalize=True), 768)),
+]
 # Prompts that are padded to a number of tokens for which there is a graph; padding reaches beyond the cache.
 PADDED = [
     Case({"layers": 1, "windows": (40,)}, new=5, sequences=2, padding=3, block=64),
