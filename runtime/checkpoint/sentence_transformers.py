@@ -1,4 +1,4 @@
-"""Reads what sentence-transformers keeps in a folder: pooling, dense layers, prompts, the activation of a reranker.
+"""Reads the settings of sentence-transformers in a folder: pooling, dense layers, prompts, activation of a reranker.
 
 Imports no torch.
 """

@@ -10,13 +10,13 @@ from torch.nn import functional
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.models.part_spec import LinearSpec, PositionSpec
 
-_MAX_DISTANCE = 128  # from which on all tokens share a bias
+_MAX_DISTANCE = 128  # all distances from here on are in the last bucket
 
 
 class PositionEmbeddings(nn.Module):
     """Adds rows of the tables `table` [positions, hidden] and `types` [types, hidden], as far as the model has them.
 
-    `distances` [32, heads], if any: biases of attention scores by the distance between two tokens.
+    `distances` [32, heads], if any: biases of attention scores by the bucket of the distance between two tokens.
     """
 
     def __init__(self, spec: PositionSpec) -> None:
@@ -38,7 +38,7 @@ class PositionEmbeddings(nn.Module):
         self.table, self.types, self.distances = read(spec.table), read(spec.types), read(spec.distances)
 
     def forward(self, embedded: Tensor, lengths: Sequence[int], types: Sequence[Sequence[int]]) -> Tensor:
-        """Return `embedded` [1, T, hidden] with both added.
+        """Return `embedded` [1, T, hidden] plus the rows of its positions and token types.
 
         lengths: tokens of each text in the pass, in order; types: of the tokens of each text, empty for type 0.
         """
@@ -57,19 +57,20 @@ class PositionEmbeddings(nn.Module):
         if self.distances is None:
             return None
         at = torch.arange(length)
-        rows = _ranges(at[None] - at[:, None], len(self.distances)).to(self.distances.device)
+        rows = _buckets(at[None] - at[:, None], len(self.distances)).to(self.distances.device)
         return functional.embedding(rows, self.distances).permute(2, 0, 1)[None]
 
 
-def _ranges(distance: Tensor, count: int) -> Tensor:
-    """Return the range of each distance from query to key, of `count`, as in T5.
+def _buckets(distance: Tensor, count: int) -> Tensor:
+    """Return the bucket, of `count`, of each distance from query to key: the relative position buckets of T5.
 
-    Half of the ranges are of keys after the query; half of each hold one distance, the others grow exponentially.
+    Half of them are for keys after the query. In each half, half of the buckets hold one distance, the others grow
+    exponentially.
     """
     half = count // 2
     exact = half // 2
     size = distance.abs()
-    # In the order of operations of transformers: at the bounds of ranges another order may round otherwise.
+    # In the order of operations of transformers: at the bounds of buckets another order may round otherwise.
     logarithm = torch.log(size.float() / exact) / math.log(_MAX_DISTANCE / exact)
     far = (exact + (logarithm * (half - exact)).long()).clamp(max=half - 1)
     return (distance > 0) * half + torch.where(size < exact, size, far)

@@ -9,7 +9,7 @@ from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, PositionSpec
 from mycli.runtime.utils.json_fields import Fields
 
-_DISTANCES = 32  # ranges of distances, whatever config.json says
+_DISTANCES = 32  # buckets of distances, whatever config.json says
 _FIRST = 2  # transformers fixes the padding token, after which positions start, at 1
 
 

@@ -197,7 +197,7 @@ def _children(pid: int) -> list[int]:
 
 def _runs(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may wait for it
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # a zombie has ended
     except FileNotFoundError:
         return False
 

@@ -15,7 +15,6 @@ from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
     CPU_KEPT,
     cache_bytes,
-    captured_bytes,
     estimate,
     longest_context,
 )
@@ -242,58 +241,6 @@ def test_a_gpu_holds_queries_keys_and_values_of_two_packings_in_one() -> None:
     assert estimate(mixed).weights - estimate(four).weights == 3 * rows * (4096 + 8 * (4096 // 16) - before)
 
 
-def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
-    """The sizes are written out for Llama-3.1-8B: logits of 128,256 bf16; the pool fits the widest pass.
-
-    That is a prompt of 256 tokens with logits of one row, or a decode pass that also samples. Six lengths of prompts
-    are captured, and in a pool of their own four longer ones.
-    """
-    one = plan("Llama-3.1-8B", INT4, gpu=True)
-    row, values = 128256 * 2, (2 * 4096 + 4 * 14336 + 4096) * 2
-    parts = 12 << 20  # of one wave of programs, less than gate and up have
-    prompt, longer = 256 * values + row, 1024 * values + 4 * row
-    parts += longer
-    assert captured_bytes(one) == (1 + 6) * row + prompt + parts
-    assert captured_bytes(replace(one, batch=3)) == (1 + 2 + 4 + 6) * row + prompt + parts, "padded to 4"
-    assert captured_bytes(replace(one, batch=2, running=3)) == captured_bytes(replace(one, batch=3))
-    many = captured_bytes(replace(one, batch=100))
-    assert many == (255 + 6) * row + 128 * (values + row) + parts
-    most = captured_bytes(replace(one, batch=300))
-    assert most == (511 + 6) * row + 256 * (values + row) + parts, "of at most 256 rows"
-    drafted, alone = replace(one, draft=plan("Llama-3.2-1B")), sum(range(2, 9))
-    assert captured_bytes(drafted) == (1 + alone + 6) * row + prompt + parts
-    several = (256 - 2) * 2 + (128 - 2) * 4 + (64 - 2) * 8
-    assert (
-        captured_bytes(replace(drafted, batch=256)) == (511 + alone + several + 6) * row + 256 * (values + row) + parts
-    )
-    ngrams = replace(one, drafts_without_model=True)
-    assert captured_bytes(ngrams) == captured_bytes(drafted), "so are drafts without a model"
-    head = replace(drafted, draft=replace(one, config=replace(one.config, is_mtp=True)))
-    rows = 1 + alone + sum((8, 16, 32, 64, 128, 256))
-    assert captured_bytes(head) == captured_bytes(drafted) - longer + rows * 4096 * 2, "hidden states of short prompts"
-    assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
-    odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
-    for without in (replace(one, gpu=False), odd):
-        assert captured_bytes(without) == 0
-    dense = plan("Llama-3.1-8B", gpu=True)
-    assert captured_bytes(dense) == (1 + 6) * row + prompt + longer, "by the captured plain pass, without partial sums"
-    assert estimate(one).workspace.graphs == captured_bytes(one)
-
-
-def test_captured_passes_hold_the_partial_sums_of_experts() -> None:
-    """The sizes are written out for Qwen3-30B-A3B: 8 of 128 experts per token, whose products are one launch."""
-    one = plan("Qwen3-30B-A3B", INT4, gpu=True)
-    row = 151936 * 2
-    values = (2 * 2048 + 2 * 128 + 8 * (768 + 2048) + 2048) * 2
-    longer = 1024 * values + 4 * row
-    prompt, experts = 256 * values + row, (12 << 20) + longer
-    assert captured_bytes(one) == (1 + 6) * row + prompt + experts
-    drafted = replace(one, draft=plan("Qwen3-0.6B"))
-    assert captured_bytes(drafted) == (1 + sum(range(2, 9)) + 6) * row + prompt + experts
-    assert captured_bytes(replace(one, batch=16)) == (31 + 6) * row + prompt + experts
-    assert captured_bytes(replace(one, batch=17)) == (63 + 6) * row + prompt + experts
-
-
 def test_a_copy_for_prompts_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
     packed = plan("Llama-3.1-8B", INT4, gpu=True)
     less, dense = estimate(packed), plan("Llama-3.1-8B")
@@ -382,20 +329,6 @@ def test_layers_without_attention_hold_the_values_of_their_part() -> None:
     expected |= {layer.index: 2 * hidden + 4 * layer.dense_mlp.size + hidden for layer in layers if layer.mixer is None}
     assert len(expected) == 24 + 24
     assert {index: pass_values(layers[index]) for index in expected} == expected
-
-
-@pytest.mark.parametrize(("running", "rows", "logits"), [(1, 8, 35), (4, 32, 35 + 2 * 6 + 4 * 6 + 8 * 6)])
-def test_drafts_of_recurrent_models_hold_what_advances_their_states(running: int, rows: int, logits: int) -> None:
-    """24 of 32 layers of Qwen3.5-9B have states; a token advances them by 8192 + 4096 projected values and 2 x 32."""
-    with_drafts = replace(plan("Qwen3.5-9B", gpu=True), running=running, drafts_without_model=True)
-    more = captured_bytes(with_drafts) - captured_bytes(replace(with_drafts, drafts_without_model=False))
-    assert more == logits * 248320 * 2 + rows * 24 * (8192 + 4096 + 2 * 32) * 2
-
-
-@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Kimi-Linear-48B", "LFM2-1.2B", "Bamba-9B", "Falcon-H1-7B"])
-def test_values_that_drafts_hold_are_part_of_a_pass(name: str) -> None:
-    specs = [spec.recurrent for spec in published(name).layer_specs if spec.recurrent is not None]
-    assert specs and all(0 < spec.draft_values() < spec.forward_values() for spec in specs)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "mpnet", "modernbert"])

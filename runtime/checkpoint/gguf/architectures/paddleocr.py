@@ -1,4 +1,4 @@
-"""The text part of PaddleOCR-VL: Llama in the rows of Hugging Face, with three positions a token, equal in a text."""
+"""The text part of PaddleOCR-VL: Llama with rows in Hugging Face's order. The three positions of a token are equal."""
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures.qwen2vl import read_image_positions
