@@ -64,7 +64,7 @@ class PositionEmbeddings(nn.Module):
 def _buckets(distance: Tensor, count: int) -> Tensor:
     """Return the bucket, of `count`, of each distance from query to key: the relative position buckets of T5.
 
-    Half of them are for keys after the query. In each half, half of the buckets hold one distance, the others grow
+    Half are for keys after the query. In each half, half of the buckets hold one distance, the others grow
     exponentially.
     """
     half = count // 2
