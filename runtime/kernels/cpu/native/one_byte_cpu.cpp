@@ -150,7 +150,7 @@ template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, co
 // tiles are lower than those of words.
 struct OneBytePanel {
     static constexpr int PER_STEP = 4;
-    static constexpr int64_t INPUTS_HELD = 512;  // 16 KiB of codes with 32 outputs: they and a tile of rows stay in the L1 cache
+    static constexpr int64_t INPUTS_HELD = 2048;  // 64 KiB of codes with 32 outputs, which are read ahead from the L2 cache
     static constexpr bool FOLDS = false, LEVELED = false;
 
     template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {
