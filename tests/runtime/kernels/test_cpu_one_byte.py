@@ -63,10 +63,11 @@ def test_every_number_of_rows(library: Native, kind: Kind, group: int | None, of
     check(library, packed_weight(kind, (85, 1152), group, offsets=offsets), MANY_ROWS)
 
 
-def test_more_inputs_than_a_panel_holds(library: Native) -> None:
-    """The case covers several panels, several row parts, an odd number of row blocks, and three threads."""
-    weight = packed_weight(4, (48, 4096), 64)
-    matmul, x = CpuMatmul(library, of_one_byte(weight)), activations(290, 4096, torch.bfloat16)
+@pytest.mark.parametrize(("bits", "group", "offsets"), [(4, 64, False), (3, 16, True), (8, None, True)])
+def test_more_inputs_than_a_panel_holds(library: Native, bits: int, group: int | None, offsets: bool) -> None:
+    """The case has three panels, the last partly full, several row parts, an odd number of row blocks, 3 threads."""
+    weight = packed_weight(bits, (48, 4608), group, offsets=offsets)
+    matmul, x = CpuMatmul(library, of_one_byte(weight)), activations(290, 4608, torch.bfloat16)
     wanted = one_byte.product(x[::17], weight)
     with threads(3):
         found = matmul(x)[::17], matmul(x[:1])
