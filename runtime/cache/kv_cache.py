@@ -124,36 +124,31 @@ class KVCache:
 
     def write(self, layer: int, batch: Batch, keys: Stored, values: Stored) -> None:
         """Store keys and values [T, kv_heads, head_dim], in the dtype of the cache, of the tokens of `batch`."""
-        chunks = batch.chunks
-        for kind, stored in enumerate((keys, values)):
-            data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
-            if len(chunks) == 1 and len(chunks[0].blocks) == 1:
-                (chunk,) = chunks
-                place = chunk.blocks[0], slice(None), slice(chunk.start, chunk.length)
-                data[place] = stored.data.transpose(0, 1)
-                if scales is not None and stored.scales is not None:
-                    scales[place] = stored.scales.transpose(0, 1)
-                continue
+        if len(batch.chunks) > 1 or len(batch.chunks[0].blocks) > 1:
             slots = batch.slot_mapping
-            self._write_at(layer, kind, slots // self.block_size, slots % self.block_size, stored)
+            self.write_at(layer, slots // self.block_size, slots % self.block_size, keys, values)
+            return
+        (chunk,) = batch.chunks
+        place = chunk.blocks[0], slice(None), slice(chunk.start, chunk.length)
+        for part, stored in zip(self._parts[layer], (keys, values), strict=True):
+            part.data[place] = stored.data.transpose(0, 1)
+            if part.scales is not None and stored.scales is not None:
+                part.scales[place] = stored.scales.transpose(0, 1)
 
     def write_at(self, layer: int, block: Tensor, offset: Tensor, keys: Stored, values: Stored) -> None:
         """Store keys and values, as in `write`, at int64 [T] blocks and offsets on the device."""
-        for kind, stored in enumerate((keys, values)):
-            self._write_at(layer, kind, block, offset, stored)
-
-    def _write_at(self, layer: int, kind: int, block: Tensor, offset: Tensor, stored: Stored) -> None:
-        data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
-        data[block, :, offset] = stored.data
-        if scales is not None and stored.scales is not None:
-            scales[block, :, offset] = stored.scales
+        for part, stored in zip(self._parts[layer], (keys, values), strict=True):
+            part.data[block, :, offset] = stored.data
+            if part.scales is not None and stored.scales is not None:
+                part.scales[block, :, offset] = stored.scales
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
         """Return keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views for one block."""
-        return self._read(layer, 0, blocks, length), self._read(layer, 1, blocks, length)
+        keys, values = self._parts[layer]
+        return self._read(keys, blocks, length), self._read(values, blocks, length)
 
-    def _read(self, layer: int, kind: int, blocks: Sequence[int], length: int) -> Stored:
-        data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
+    def _read(self, part: Stored, blocks: Sequence[int], length: int) -> Stored:
+        data, scales = part.data, part.scales
         if len(blocks) == 1:
             block = slice(blocks[0], blocks[0] + 1)
             return Stored(data[block, :, :length], None if scales is None else scales[block, :, :length])
