@@ -116,7 +116,6 @@ class Engine:
             waiting=len(waiting) + branches + (0 if self._texts is None else self._texts.waiting),
             preemptions=counts.preemptions,
             cache_used=pool.used,
-            cache_idle=pool.index.idle,
             cache_blocks=pool.blocks,
             prefix_queries=counts.queries,
             prefix_hits=counts.hits,

@@ -105,7 +105,6 @@ class EngineStats:
     waiting: int
     preemptions: int
     cache_used: int  # blocks in use by sequences
-    cache_idle: int  # blocks that only the prefix cache uses
     cache_blocks: int
     prefix_queries: int
     prefix_hits: int

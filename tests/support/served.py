@@ -231,7 +231,7 @@ class ScriptedEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(len(self._running), len(self._waiting), 0, 0, 0, 1, 0, 0, {})
+        return EngineStats(len(self._running), len(self._waiting), 0, 0, 1, 0, 0, {})
 
     def submit_replies(self, request: Request, count: int) -> list[int]:
         self.prompts.append(request.prompt)

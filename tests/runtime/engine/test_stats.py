@@ -32,4 +32,4 @@ def test_tokens_of_a_step_share_the_time_since_the_token_before() -> None:
 
 
 def test_usage_is_of_the_blocks_that_sequences_hold() -> None:
-    assert EngineStats(1, 0, 0, 3, 4, 12, 0, 0, {}).cache_usage == 0.25
+    assert EngineStats(1, 0, 0, 3, 12, 0, 0, {}).cache_usage == 0.25

@@ -12,7 +12,7 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
     metrics = Metrics(
-        lambda: EngineStats(1, 2, 3, 4, 5, 10, 60, 20, {"no cached sequence has the same first token": 2, "evicted": 1})
+        lambda: EngineStats(1, 2, 3, 4, 10, 60, 20, {"no cached sequence has the same first token": 2, "evicted": 1})
     )
     metrics.stepped(submitted=10.0, first=None, last=None, now=14.0, tokens=1, queued=3.0)
     metrics.stepped(submitted=10.0, first=14.0, last=14.0, now=15.0, tokens=2, queued=3.0)
@@ -33,7 +33,7 @@ def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
 
 def test_a_reply_that_is_cancelled_at_its_first_token_has_no_times() -> None:
     """Another thread may end it between the two assignments of the times of its first and its last token."""
-    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 0, 1, 0, 0, {}))
+    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 1, 0, 0, {}))
     for first in (None, 14.0):
         metrics.ended(10.0, first, None, 7, 1, "abort")
     found = values(metrics)
@@ -43,5 +43,5 @@ def test_a_reply_that_is_cancelled_at_its_first_token_has_no_times() -> None:
 
 def test_activation_bits_have_their_reason() -> None:
     choice = choose_by_file(0.0002)
-    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 0, 1, 0, 0, {}, activations=choice))
+    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 1, 0, 0, {}, activations=choice))
     assert values(metrics)['mycli:activation_bits{reason="move"}'] == 8
