@@ -318,12 +318,9 @@ class Grammar:
             cause = " ".join(start.get_error().replace("<non-verbose/>", "").split())
             if fault := re.search(r"regex parse error: .*? error: (.+?)(?: \d+ \| .*)?$", cause):
                 cause = fault[1]  # the rest quotes the library's internal grammar
-            causes = {
-                "": "nothing can match",
-                "NoExtensionBias": "nothing can match",
-                "NoExtension": "nothing can match",
-            }
-            message = f"{self.kind}: {causes.get(cause, cause):.300}"
+            if cause in ("", "NoExtension", "NoExtensionBias"):
+                cause = "nothing can match"
+            message = f"{self.kind}: {cause:.300}"
             raise UsageError(message, "use a simpler one, or one that can match")
         closings = [] if self._reasoning is None else [self._reasoning.close]
         self._ending = Ending(start.deep_copy(), self._symbols, closings)
