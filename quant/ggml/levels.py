@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Integers:
 
     bits: int
     low: int
-    unit: int = 1
+    unit: ClassVar[int] = 1
 
     @property
     def largest(self) -> int:
@@ -80,9 +80,9 @@ class Table:
     """Levels from a table of sorted values."""
 
     values: tuple[int, ...]
-    signed: bool = True
-    unit: int = 1
-    range: tuple[float, float, int] = (0.85, 3.0, 32)
+    signed: ClassVar[bool] = True
+    unit: ClassVar[int] = 1
+    range: ClassVar[tuple[float, float, int]] = (0.85, 3.0, 32)
 
     @property
     def largest(self) -> int:
@@ -124,9 +124,9 @@ class Codebook:
 
     rows: Tensor  # int8 [rows, 4 or 8]
     even_signs: bool
-    signed: bool = False
-    unit: int = 8
-    range: tuple[float, float, int] = (0.6, 2.4, 16)
+    signed: ClassVar[bool] = False
+    unit: ClassVar[int] = 8
+    range: ClassVar[tuple[float, float, int]] = (0.6, 2.4, 16)
 
     @property
     def largest(self) -> int:
