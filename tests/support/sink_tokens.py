@@ -7,7 +7,7 @@ python -m tests.support.sink_tokens OUT
 # first token. Here such channels are added: their rows find the token among all others, and nothing reads them, so the
 # function is the same. What they may harm is what stands beside them: activations that share a scale, and the Hessian.
 
-import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -75,11 +75,5 @@ def write(out: Path) -> Path:
     return write_changed(out, _plant, {"intermediate_size": _CHANNELS + ADDED})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write")
-    write(parser.parse_args().out)
-
-
 if __name__ == "__main__":
-    main()
+    write(Path(sys.argv[1]))

@@ -7,7 +7,7 @@ python -m tests.support.skewed_mixture OUT
 # same function. A longer row of the router wins more often, so the shares of experts are far apart, as in mixtures
 # whose load is not balanced.
 
-import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -49,11 +49,5 @@ def write(out: Path) -> Path:
     return write_changed(out, mixture, fields)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write")
-    write(parser.parse_args().out)
-
-
 if __name__ == "__main__":
-    main()
+    write(Path(sys.argv[1]))
