@@ -2,7 +2,6 @@
 
 import math
 import resource
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,15 +99,6 @@ def test_seed_reproduces_and_no_seed_varies() -> None:
     assert tokens(-1) == tokens(-1)
 
 
-class Told:
-    def apply(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def follow(self, tokens: Sequence[int]) -> None: ...
-
-    def record(self, logits: Tensor, tokens: Tensor) -> None: ...
-
-
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
     for sampling in (SamplingParams(temperature=1.0, top_p=0.3), SamplingParams(temperature=1.0, top_k=1)):
@@ -133,7 +123,7 @@ def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
     alone = choice(SamplingParams(logit_bias=biased.logit_bias))
     assert alone is not None and not alone.plain_greedy
     for option in ("constraint", "recorder"):
-        assert choice(SamplingParams(), **{option: Told()}) is None, option
+        assert choice(SamplingParams(), **{option: object()}) is None, option
 
 
 def test_probabilities_do_not_depend_on_the_functions_of_fp32() -> None:
@@ -193,25 +183,6 @@ def test_rows_that_pad_the_head_are_never_drawn() -> None:
     sampler = Sampler(SamplingParams(temperature=2.0, seed=0), 40, torch.device("cpu"))
     assert all(int(sampler.sample(logits)) < 40 for _ in range(200))
     assert int(Sampler(SamplingParams(), 40, torch.device("cpu")).sample(logits)) == 0
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": math.nan},
-        {"temperature": -0.1},
-        {"temperature": 1e9},
-        {"top_p": 7.0},
-        {"top_k": -1},
-        {"min_p": 1.5},
-        {"repetition_penalty": 0.0},
-        {"seed": 1 << 63},
-    ],
-    ids=lambda bad: "F6-" + next(iter(bad)),
-)
-def test_values_out_of_range_are_named(bad: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(bad))):
-        SamplingParams(**bad)
 
 
 def test_a_bias_holds_for_greedy() -> None:
