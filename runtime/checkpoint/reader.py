@@ -41,13 +41,11 @@ def check_finite(tensor: Tensor, name: str, code: str) -> None:
     if tensor.dtype in _FLOAT8_LIMITS:
         mask, largest = _FLOAT8_LIMITS[tensor.dtype]
         bad = int(((tensor.view(torch.uint8) & mask) > largest).sum())
-        if bad:
-            raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", code=code)
-        return
-    # One pass without a copy: the extremes are NaN or infinite if any value is. Counting takes ten times as long.
-    low, high = torch.aminmax(tensor)
-    if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+    else:
+        # One pass without a copy: the extremes are NaN or infinite if any value is. Counting takes ten times as long.
+        finite = all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor))
+        bad = 0 if finite else tensor.numel() - int(torch.isfinite(tensor).sum())
+    if bad:
         raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", code=code)
 
 
