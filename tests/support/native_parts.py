@@ -77,7 +77,7 @@ NAMES = {
     CMambaPart: "mamba",
     CParallelPart: "parallel",
     CParallelMixersPart: "attention and mamba",
-    CPerLayerPart: "told",
+    CPerLayerPart: "per-layer inputs",
     CDeltaPart: "delta",
     CConvolutionPart: "convolution",
 }

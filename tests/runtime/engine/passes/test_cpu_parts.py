@@ -66,7 +66,7 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
     "arcee-yarn": HEAD,
     "ministral3-beyond": HEAD,
 }
-PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "told"], "cohere2-window7-tied": ["parallel"]}
+PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "per-layer inputs"], "cohere2-window7-tied": ["parallel"]}
 
 
 @pytest.mark.parametrize(("case", "kv"), list(zip(WHOLE, cycle(KINDS))), ids=str)
