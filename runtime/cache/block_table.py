@@ -40,7 +40,7 @@ class BlockTable:
             self._plan_snapshots(match.cached, len(tokens) - 1)
             if match.partial is not None and not pool.free and not pool.index.is_idle(match.partial[0].block):
                 self.release()
-                return replace(match, nodes=(), partial=None, tokens=0, miss=_NO_BLOCK)
+                return replace(match, nodes=(), partial=None, miss=_NO_BLOCK)
             if match.state is not None:
                 self.state = pool.states.resume(match.state)
         if match.partial is None:
@@ -59,7 +59,7 @@ class BlockTable:
             pool.copy(node.block, fresh)
             self.blocks.append(fresh)
         else:
-            return replace(match, partial=None, tokens=self.length, miss=_NO_BLOCK)
+            return replace(match, partial=None, miss=_NO_BLOCK)
         self.length += count
         return match
 

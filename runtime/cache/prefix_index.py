@@ -37,10 +37,13 @@ class Match:
 
     nodes: tuple[Node, ...]
     partial: tuple[Node, int] | None
-    tokens: int  # its length
     miss: str  # why it is not longer; "" if everything usable is cached
-    cached: int = 0  # tokens with cached keys and values; more than `tokens` if no snapshot follows them
+    cached: int  # tokens with cached keys and values; more than `tokens` if no snapshot follows them
     state: int | None = None  # slot of the snapshot of the recurrent state
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(node.tokens) for node in self.nodes) + (0 if self.partial is None else self.partial[1])
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class PrefixIndex:
                 best, count = child, length
         partial = None if best is None else (best, count)
         miss = self._miss(tokens, node, at, count, usable)
-        match = Match(tuple(nodes), partial, at + count, miss, at + count)
+        match = Match(tuple(nodes), partial, miss, at + count)
         return match if self.states is None else self._up_to_snapshot(match, rest)
 
     def _up_to_snapshot(self, match: Match, rest: tuple[int, ...]) -> Match:
@@ -130,7 +133,7 @@ class PrefixIndex:
             ends = [(count, last) for count in last.states]
         if not ends:
             miss = "no snapshot of the recurrent state" if match.cached else match.miss
-            return Match((), None, 0, miss, match.cached)
+            return Match((), None, miss, match.cached)
         count, node = max(ends, key=lambda end: end[0])
         tokens = len(nodes) * size + count
         miss = (
@@ -139,8 +142,8 @@ class PrefixIndex:
             else f"no later snapshot of the recurrent state (from token {tokens + 1})"
         )
         if count < size:
-            return Match(tuple(nodes), (node, count), tokens, miss, match.cached, node.states[count])
-        return Match((*nodes, node), None, tokens, miss, match.cached, node.states[count])
+            return Match(tuple(nodes), (node, count), miss, match.cached, node.states[count])
+        return Match((*nodes, node), None, miss, match.cached, node.states[count])
 
     def _latest_children(self, node: Node) -> Iterator[Node]:
         return islice(reversed(node.children.values()), MAX_COMPARED)
