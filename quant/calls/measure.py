@@ -20,7 +20,6 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.open import open_folder
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Tool
-from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
 
@@ -164,7 +163,7 @@ def count_calls(
         for number, (reply, ids, prompt) in enumerate(zip(finished, encoded, prompts, strict=True), start=1):
             if reply[0].error is not None:
                 raise reply[0].error
-            calls.append(_read(tokenizer, ids, reply[0].tokens, prompt, syntax))
+            calls.append(read_reply(tokenizer, ids, reply[0].tokens, prompt.tools, syntax)[1])
             progress("tool prompts", number, len(prompts))
     return CallCounts(
         valid=sum(is_valid(written, prompt.tools) for written, prompt in zip(calls, prompts, strict=True)),
@@ -176,12 +175,6 @@ def _without_thinking(tokenizer: Tokenizer) -> dict[str, Any]:
     # Reasoning would take most of the time, and its length says nothing of calls.
     template = tokenizer.template
     return {"enable_thinking": False} if template and "enable_thinking" in template.source(tools=True) else {}
-
-
-def _read(
-    tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int], prompt: CallPrompt, syntax: ToolFormat
-) -> Calls:
-    return read_reply(tokenizer, ids, tokens, prompt.tools, syntax)[1]
 
 
 def measure_structure(

@@ -31,10 +31,6 @@ def _refused(section: Fields, key: str, readable: str) -> ModelError:
     return section.fail(key, f"{value[:80]!r} is not supported", f"readable: {readable}")
 
 
-def _fbgemm(section: Fields) -> tuple[str, Fields]:
-    return "fp8", section
-
-
 def _auto_round(section: Fields) -> tuple[str, Fields]:
     # AutoRound before 0.5 wrote `backend` instead of `packing_format`.
     key = "packing_format" if section.has("packing_format") else "backend"
@@ -99,7 +95,7 @@ def _check_quark(section: Fields) -> None:
 _METHODS: Mapping[str, Callable[[Fields], tuple[str, Fields]]] = {
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda section: ("fp8", section),
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "quark": _quark,
