@@ -112,8 +112,7 @@ class GgufCheckpoint(Checkpoint):
             if columns is not None:
                 values = values[:, columns]
             rows[start : start + len(data)] = values if change is None else change.load(values)
-        if not self._allow_nonfinite:
-            check_finite(out, f"{entry.file}: {entry.name}", code="allow-nonfinite")
+        self.check(out, f"{entry.file}: {entry.name}")
 
     def _read_by_head(self, name: str, out: Tensor) -> None:
         keys, values = (self._dense(entry) for entry in self._joined[name])
@@ -121,8 +120,7 @@ class GgufCheckpoint(Checkpoint):
             problem = f"{keys.shape[0]} heads of {keys.shape[1]} columns, its other half {tuple(values.shape)}"
             raise ModelError(f"{self._joined[name][0].name}: {problem}", code="pull-again")
         out.copy_(torch.cat((keys.transpose(1, 2), values), dim=1).reshape(out.shape) * self.factors.get(name, 1.0))
-        if not self._allow_nonfinite:
-            check_finite(out, name, code="allow-nonfinite")
+        self.check(out, name)
 
     def _dense(self, entry: TensorEntry) -> Tensor:
         rows = prod(entry.shape[:-1])
