@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder  # noqa: E402
 from mycli.runtime.device.placement import Placement  # noqa: E402  (as above)
 from mycli.runtime.engine.loading.loader import load_model  # noqa: E402  (as above)
 from mycli.runtime.errors import Declined  # noqa: E402  (as above)
-from tests.support.engines import lanes, tokens_of, whole  # noqa: E402  (as above)
+from tests.support.engines import contiguous_engine, tokens_of, whole  # noqa: E402  (as above)
 from tests.support.families import CASES, QUICK, make  # noqa: E402  (as above)
 
 pytestmark = [
@@ -39,8 +39,8 @@ def test_a_family_on_cuda_is_that_on_the_cpu(case: str, tmp_path: Path) -> None:
     tokens = torch.randint(3, folder.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
     expected, found = (whole(runner.model, tokens.to(runner.device), (20, 1, 3)).cpu() for runner in runners.values())
     assert ((found - expected).norm() / expected.norm()) < 1e-3
-    replies = [tokens_of(lanes(runner, 64), PROMPT, 24) for runner in runners.values()]
+    replies = [tokens_of(contiguous_engine(runner, 64), PROMPT, 24) for runner in runners.values()]
     assert replies[0] == replies[1]
     half = load_model(folder, Placement(torch.device("cuda"), torch.bfloat16), warn=told.append)
-    assert len(tokens_of(lanes(half, 64), PROMPT, 24)) == 24
+    assert len(tokens_of(contiguous_engine(half, 64), PROMPT, 24)) == 24
     assert not [one for one in told if isinstance(one, Declined) and one.code in WRONG], told

@@ -9,7 +9,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
-from tests.support.engines import lanes, tokens_of, whole
+from tests.support.engines import contiguous_engine, tokens_of, whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import codes, normal
 
@@ -37,7 +37,7 @@ def test_greedy_tokens_equal_the_cpu() -> None:
     drawn = []
     for device in ("cpu", "cuda"):
         runner = load_model(open_model_folder(PICO), Placement(torch.device(device), torch.float32))
-        drawn.append(tokens_of(lanes(runner, 64), PROMPT, 24))
+        drawn.append(tokens_of(contiguous_engine(runner, 64), PROMPT, 24))
     assert drawn[0] == drawn[1]
 
 

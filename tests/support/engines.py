@@ -19,7 +19,7 @@ from mycli.runtime.sampling.params import SamplingParams
 GREEDY = SamplingParams()
 
 
-def lanes(runner: ModelRunner, context: int, sequences: int = 1, chunk: int | None = None) -> Engine:
+def contiguous_engine(runner: ModelRunner, context: int, sequences: int = 1, chunk: int | None = None) -> Engine:
     """Return an engine with one cache block for each sequence."""
     return Engine(runner, CacheShape.contiguous(context, sequences), runner.config.vocab_size, chunk=chunk)
 
@@ -57,7 +57,7 @@ def text_of(node: Node) -> list[int]:
     return [] if node.parent is None else [*text_of(node.parent), *node.tokens]
 
 
-def kept(engine: Engine) -> list[list[int]]:
+def cached_prefixes(engine: Engine) -> list[list[int]]:
     """Return the prefixes that an idle engine caches: the leaves of its prefix index."""
     assert not engine.scheduler.has_work
     texts, waiting = [], [engine.scheduler.pool.index.root]
@@ -69,7 +69,7 @@ def kept(engine: Engine) -> list[list[int]]:
     return sorted(texts)
 
 
-def in_lane(cache: KVCache, block: int, length: int) -> list[int]:
+def in_one_block(cache: KVCache, block: int, length: int) -> list[int]:
     """Return the tokens that a `PrefixModel` stored in one block of the cache."""
     found: list[int] = cache.all(0)[0].data[block, 0, :length, 0].long().tolist()
     return found

@@ -15,7 +15,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.sampling.params import SamplingParams
-from tests.support.engines import in_lane, kept
+from tests.support.engines import cached_prefixes, in_one_block
 from tests.support.graphs import UncomparedPass, recording
 from tests.support.prefix_model import PrefixModel, random_function
 
@@ -48,7 +48,7 @@ class Sequences(PrefixModel):
         """Return logits [sequences, 1, vocab + padding] for the tokens in the blocks of `cache`."""
         rows = []
         for length, blocks in zip(inputs.lengths.tolist(), inputs.block_table.tolist(), strict=True):
-            held = [token for block in blocks for token in in_lane(cache, block, cache.block_size)]
+            held = [token for block in blocks for token in in_one_block(cache, block, cache.block_size)]
             rows.append(self.logits(tuple(held[:length] or [0])))
         return torch.stack(rows)[:, None]
 
@@ -116,8 +116,8 @@ def outcome(
             if len(tokens[output.sequence]) >= take:
                 engine.cancel(output.sequence)
     said = [tokens[number][:take] for number in numbers]
-    held = [in_lane(engine.cache, block, engine.context) for block in range(sequences)]
-    texts = kept(engine)
+    held = [in_one_block(engine.cache, block, engine.context) for block in range(sequences)]
+    texts = cached_prefixes(engine)
     for text in texts:
         assert text in [row[: len(text)] for row in held], "what the index says is what the cache holds"
     return said, [reasons[number] for number in numbers] if take == 999 else [], texts, said, engine.stats.preemptions

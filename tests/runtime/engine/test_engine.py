@@ -21,7 +21,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.grammars.state import ReplyLimits
 from mycli.runtime.sampling.params import SamplingParams
-from tests.support.engines import drain, kept, lanes, together, tokens_of, whole
+from tests.support.engines import cached_prefixes, contiguous_engine, drain, together, tokens_of, whole
 from tests.support.paths import PICO
 from tests.support.prefix_model import PrefixModel, random_function
 
@@ -57,18 +57,18 @@ def test_chunks_and_blocks_change_no_token(pico: ModelRunner, expected: list[int
 
 
 def test_a_prompt_that_begins_alike_is_read_from_where_it_differs(pico: ModelRunner) -> None:
-    engine = lanes(pico, 64)
+    engine = contiguous_engine(pico, 64)
     first = tokens_of(engine, PROMPT)
 
     def cached(prompt: list[int]) -> tuple[list[int], int]:
         tokens, timing = generate(engine, Request(tuple(prompt), limit=12))
         return tokens, timing.cached
 
-    assert cached(OTHER) == (tokens_of(lanes(pico, 64), OTHER), 6)
+    assert cached(OTHER) == (tokens_of(contiguous_engine(pico, 64), OTHER), 6)
     assert cached(PROMPT) == (first, 6)
     assert cached(PROMPT) == (first, len(PROMPT) - 1), "the last token is run again for its logits"
     turn = [*PROMPT, *first, 7]
-    assert cached(turn) == (tokens_of(lanes(pico, 64), turn), len(turn) - 2)
+    assert cached(turn) == (tokens_of(contiguous_engine(pico, 64), turn), len(turn) - 2)
     assert engine.stats.prefix_queries == 4 * len(PROMPT) - 2 + len(turn) and engine.stats.prefix_hits > 0
     engine.forget()
     assert cached(PROMPT) == (first, 0)
@@ -92,19 +92,21 @@ def test_hidden_states_of_a_prompt_that_is_preempted_half_way_are_returned_once(
 
 
 def test_a_consumer_that_leaves_keeps_the_cache_valid(pico: ModelRunner) -> None:
-    engine = lanes(pico, 64)
+    engine = contiguous_engine(pico, 64)
     consumer: Iterator[int] = stream(engine, Request(tuple(PROMPT), limit=12))
     start = list(islice(consumer, 3))
     consumer.close()  # type: ignore[attr-defined]  # a generator
-    assert kept(engine) == [[*PROMPT, *start][:-1]]
+    assert cached_prefixes(engine) == [[*PROMPT, *start][:-1]]
     turn = [*PROMPT, *start, 55]
-    assert tokens_of(engine, turn) == tokens_of(lanes(pico, 64), turn)
+    assert tokens_of(engine, turn) == tokens_of(contiguous_engine(pico, 64), turn)
 
 
 def test_stop_token_ends_and_is_not_told(pico: ModelRunner) -> None:
-    reply = tokens_of(lanes(pico, 64), PROMPT)
+    reply = tokens_of(contiguous_engine(pico, 64), PROMPT)
     stop = reply[4]
-    outputs = drain(submitted(lanes(pico, 64), Request(tuple(PROMPT), limit=12, stop_ids=frozenset((stop,)))))
+    outputs = drain(
+        submitted(contiguous_engine(pico, 64), Request(tuple(PROMPT), limit=12, stop_ids=frozenset((stop,))))
+    )
     assert [token for one in outputs[0] for token in one.tokens] == reply[: reply.index(stop)]
     assert outputs[0][-1].finish_reason == "stop"
 
@@ -116,23 +118,23 @@ def submitted(engine: Engine, *requests: Request) -> Engine:
 
 
 def test_the_context_fills_to_its_last_position_and_ends(pico: ModelRunner) -> None:
-    engine = lanes(pico, len(PROMPT) + 4)
+    engine = contiguous_engine(pico, len(PROMPT) + 4)
     outputs = drain(submitted(engine, Request(tuple(PROMPT))))
     tokens = [token for one in outputs[0] for token in one.tokens]
-    assert tokens == tokens_of(lanes(pico, 64), PROMPT, limit=5)
+    assert tokens == tokens_of(contiguous_engine(pico, 64), PROMPT, limit=5)
     assert outputs[0][-1].finish_reason == "context"
-    assert kept(engine) == [[*PROMPT, *tokens[:-1]]]
+    assert cached_prefixes(engine) == [[*PROMPT, *tokens[:-1]]]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3], ids=lambda limit: f"F4-{limit}")
 def test_a_reply_has_as_many_tokens_as_its_limit(pico: ModelRunner, limit: int) -> None:
-    outputs = drain(submitted(lanes(pico, 64), Request(tuple(PROMPT), limit=limit)))[0]
+    outputs = drain(submitted(contiguous_engine(pico, 64), Request(tuple(PROMPT), limit=limit)))[0]
     assert sum(len(output.tokens) for output in outputs) == limit and outputs[-1].finish_reason == "length"
 
 
 def test_what_can_never_be_answered_is_refused_with_the_numbers(pico: ModelRunner) -> None:
     """F1, F2, F3, F8."""
-    engine = lanes(pico, 10)
+    engine = contiguous_engine(pico, 10)
     for request, words in (
         (Request(tuple(PROMPT)), "11 tokens.*room for 10"),
         (Request(()), "empty"),
@@ -163,7 +165,7 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def alone(pico: ModelRunner) -> list[list[int]]:
-    return [tokens_of(lanes(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
+    return [tokens_of(contiguous_engine(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
 
 
 @pytest.mark.parametrize("tokens, preempted", [(512, False), (68, True)], ids=["room", "preempted"])
@@ -256,7 +258,7 @@ def test_a_fork_survives_the_reply_that_it_branched_from(pico: ModelRunner) -> N
     forks = engine.branch(number, 2)
     engine.cancel(number)
     outputs = drain(engine)
-    expected = tokens_of(lanes(pico, 64), PROMPT, 14)
+    expected = tokens_of(contiguous_engine(pico, 64), PROMPT, 14)
     assert [[token for one in outputs[fork] for token in one.tokens] for fork in forks] == [expected] * 2
 
 
@@ -264,7 +266,7 @@ def test_a_fork_survives_the_reply_that_it_branched_from(pico: ModelRunner) -> N
 def test_logprobs_of_a_prompt_are_those_of_the_whole_text(pico: ModelRunner, chunk: int) -> None:
     kind = cache_dtype(pico.kv, torch.float32)
     expected = whole(pico.model, torch.tensor([PROMPT]), kind=kind)[0].log_softmax(-1)
-    engine = lanes(pico, 64, chunk=chunk)
+    engine = contiguous_engine(pico, 64, chunk=chunk)
     tokens_of(engine, PROMPT)  # cached tokens have no logits, so they are recomputed
     outputs = drain(submitted(engine, Request(tuple(PROMPT), limit=0, logprobs=2, prompt_logprobs=True)))[1]
     found = [one for output in outputs for one in output.prompt_logprobs]
@@ -286,12 +288,12 @@ def test_logits_that_are_no_numbers_end_one_reply_and_no_other() -> None:
     outputs = drain(submitted(engine, Request((7, 1, 2), limit=9), Request((3, 1, 2), limit=9)))
     assert sum(len(one.tokens) for one in outputs[0]) == 3 and isinstance(outputs[0][-1].error, ModelError)
     assert outputs[0][-1].finish_reason == "error" and outputs[1][-1].finish_reason == "length"
-    assert [text[0] for text in kept(engine)] == [3]
+    assert [text[0] for text in cached_prefixes(engine)] == [3]
 
 
 def test_a_cache_of_its_own_size_is_taken_once(pico: ModelRunner) -> None:
     """F11: blocks are allocated with the engine, so memory cannot run out during a reply."""
-    engine = lanes(pico, 64)
+    engine = contiguous_engine(pico, 64)
 
     def addresses() -> list[tuple[int, int]]:
         tensors = [*engine.cache._data, *engine.cache._scales]
@@ -304,6 +306,6 @@ def test_a_cache_of_its_own_size_is_taken_once(pico: ModelRunner) -> None:
 
 
 def test_timing_counts_what_happened(pico: ModelRunner) -> None:
-    tokens, timing = generate(lanes(pico, 64), Request(tuple(PROMPT), limit=5))
+    tokens, timing = generate(contiguous_engine(pico, 64), Request(tuple(PROMPT), limit=5))
     assert (timing.prompt, timing.generated, len(tokens)) == (len(PROMPT), 5, 5)
     assert timing.first_token_seconds > 0 and timing.tokens_per_second > 0

@@ -20,7 +20,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from tests.support.engines import drain, lanes, together, tokens_of
+from tests.support.engines import contiguous_engine, drain, together, tokens_of
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import examples
@@ -185,7 +185,7 @@ def test_what_is_kept_is_found_again() -> None:
 
 def test_the_least_recently_used_snapshot_makes_room() -> None:
     runner = stateful()
-    engine = lanes(runner, CONTEXT)
+    engine = contiguous_engine(runner, CONTEXT)
     states = engine.scheduler.pool.states
     assert states is not None and states.slots == 3
     for first in range(6):
@@ -220,7 +220,7 @@ def test_replies_are_the_same_alone_and_among_others(random_runner: ModelRunner)
     """The cache has so few blocks that some sequences are recomputed; greedy and seeded, with shared prefixes."""
     vocab = random_runner.config.vocab_size
     asked = [Request(p, SamplingParams(0.8 * (i % 2), seed=i), limit=14) for i, p in enumerate(some_prompts(6))]
-    alone = [together(lanes(random_runner, CONTEXT), [one])[0] for one in asked]
+    alone = [together(contiguous_engine(random_runner, CONTEXT), [one])[0] for one in asked]
     engine = Engine(random_runner, CacheShape(CONTEXT, 16, 6), vocab, running=4, chunk=11)
     assert together(engine, asked) == alone
     assert engine.stats.preemptions > 0
@@ -236,13 +236,15 @@ def test_branches_go_on_from_the_state_of_the_prompt(random_runner: ModelRunner)
     outputs = drain(engine)
     for index, number in enumerate(numbers):
         alone = Request(prompt, SamplingParams(1.0, seed=5 + index), limit=12)
-        assert [t for one in outputs[number] for t in one.tokens] == together(lanes(random_runner, CONTEXT), [alone])[0]
+        assert [t for one in outputs[number] for t in one.tokens] == together(
+            contiguous_engine(random_runner, CONTEXT), [alone]
+        )[0]
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 5, 100], ids=lambda one: f"every-{one}th-wrong")
 def test_a_state_after_refused_drafts_is_one_that_never_saw_them(random_runner: ModelRunner, wrong: int) -> None:
     prompt = some_prompts(2)[1]
-    plain = lanes(random_runner, CONTEXT)
+    plain = contiguous_engine(random_runner, CONTEXT)
     reply = tokens_of(plain, prompt, 30)
     speculator = Scripted({prompt: reply}, 4, wrong)
     engine = Engine(

@@ -20,7 +20,7 @@ from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
-from tests.support.engines import lanes
+from tests.support.engines import contiguous_engine
 from tests.support.paths import PICO
 
 
@@ -49,7 +49,7 @@ def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
     ids = prompt(pico, "What is the capital of Japan?")
     engine = paged(pico, 1024)
     samples = drawn(pico, engine, ids, SamplingParams(), 3, limit=40, top=1)
-    reply = Completion(pico, lanes(pico.runner, 128), ids, SamplingParams(), limit=40)
+    reply = Completion(pico, contiguous_engine(pico.runner, 128), ids, SamplingParams(), limit=40)
     text = "".join(reply)
     for sample in samples:
         assert (text, reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
@@ -61,7 +61,7 @@ def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
 def stories(pico: LoadedModel) -> list[str]:
     ids = prompt(pico, "Tell me a story.")
     return [
-        "".join(Completion(pico, lanes(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60))
+        "".join(Completion(pico, contiguous_engine(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60))
         for seed in ((1 << 63) - 2, (1 << 63) - 1, -(1 << 63), 1 - (1 << 63))
     ]
 
@@ -112,7 +112,7 @@ def test_constrained_samples_each_obey(pico: LoadedModel) -> None:
 def test_a_prompt_that_does_not_fit_is_refused(pico: LoadedModel) -> None:
     """F1."""
     with pytest.raises(UsageError, match="room for 4"):
-        drawn(pico, lanes(pico.runner, 4, 2), prompt(pico, "Hello!"), SamplingParams(), 2, limit=8)
+        drawn(pico, contiguous_engine(pico.runner, 4, 2), prompt(pico, "Hello!"), SamplingParams(), 2, limit=8)
 
 
 def test_a_file_of_prompts_goes_through_together_and_comes_out_in_order(pico: LoadedModel) -> None:
@@ -125,7 +125,8 @@ def test_a_file_of_prompts_goes_through_together_and_comes_out_in_order(pico: Lo
     assert [reply.request.prompt for reply in found] == [tuple(ids) for ids in asked]
     assert isinstance(found[2].error, UsageError) and found.pop(2).text == ""
     alone = [
-        Completion(pico, lanes(pico.runner, 64), reply.request.prompt, SamplingParams(), limit=30) for reply in found
+        Completion(pico, contiguous_engine(pico.runner, 64), reply.request.prompt, SamplingParams(), limit=30)
+        for reply in found
     ]
     assert [reply.text for reply in found] == ["".join(reply) for reply in alone]
     assert not engine.has_work or not engine.step(), "nobody is left behind"

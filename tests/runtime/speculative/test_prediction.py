@@ -28,7 +28,7 @@ from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.proposers import Proposal
 from mycli.runtime.speculative.speculator import ProposerSpeculator
-from tests.support.engines import lanes, together
+from tests.support.engines import contiguous_engine, together
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
 from tests.support.prediction import Reference, make_that_predicts, make_with_head
@@ -79,7 +79,7 @@ def test_proposals_are_the_reference_s(folder: tuple[ModelFolder, Reference], ch
     drafts._chunk = chunk  # so that short prompts are chunked too
     prompt = tuple(random.Random(1).randrange(4, SMALL["vocab_size"]) for _ in range(17))
     reply = together(engine(drafts, shape, chunk), [Request(prompt, limit=16)])[0]
-    assert reply == together(lanes(drafts.head.target, CONTEXT), [Request(prompt, limit=16)])[0]
+    assert reply == together(contiguous_engine(drafts.head.target, CONTEXT), [Request(prompt, limit=16)])[0]
     assert len(drafts.said) >= 4
     for text, tokens in drafts.said:
         assert text == [*prompt, *reply][: len(text)]
@@ -99,7 +99,7 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
     asked = [Request(prompt, SamplingParams(0.8 * (i % 2), seed=i), limit=12) for i, prompt in enumerate(prompts)]
     shape = CacheShape(CONTEXT, 16, 6)
     drafts = proposer(folder[0], shape)
-    alone = [together(lanes(drafts.head.target, CONTEXT), [one])[0] for one in asked]
+    alone = [together(contiguous_engine(drafts.head.target, CONTEXT), [one])[0] for one in asked]
     many = engine(drafts, shape, 11, running=4)
     assert together(many, asked) == alone
     assert together(many, asked) == alone
@@ -117,7 +117,7 @@ def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most:
     asked = [Request((5, 6, 7 + i), SamplingParams(0.7 * (i % 2), seed=i), limit=40) for i in range(4)]
     many = engine(drafts, CacheShape.contiguous(CONTEXT, 4), 64, running=4)
     replies = together(many, asked)
-    assert replies == [together(lanes(drafts.head.target, CONTEXT), [one])[0] for one in asked]
+    assert replies == [together(contiguous_engine(drafts.head.target, CONTEXT), [one])[0] for one in asked]
     assert all(len(set(reply)) > 5 for reply in replies[::2])  # not the same token forever
     greedy = SpeculationSubject(drafts.head.target, lambda: drafts, 97, frozenset(), CONTEXT)
     for request in asked[::2]:

@@ -22,7 +22,7 @@ from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, DraftLen
 from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
-from tests.support.engines import in_lane, kept, together
+from tests.support.engines import cached_prefixes, in_one_block, together
 from tests.support.grids import examples
 from tests.support.prefix_model import CPU, Function, PrefixModel, random_function
 from tests.support.speculation import PROMPT, VOCAB, plainly, proposers, reply, speculating, target_model
@@ -60,7 +60,7 @@ def test_tokens_are_the_same_whatever_the_lengths(
     sampling = SamplingParams(temperature, repetition_penalty=penalty, seed=seed)
     expected = reply(plain, PROMPT, limit, sampling)
     assert reply(ours, PROMPT, limit, sampling) == expected
-    assert kept(ours) == kept(plain)
+    assert cached_prefixes(ours) == cached_prefixes(plain)
     # Prefix hit: the next turn resumes there.
     turn = [*PROMPT, *expected, 4][:capacity]
     request = Request(tuple(turn), sampling, limit=min(limit, capacity - len(turn) + 1))
@@ -107,12 +107,12 @@ def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kin
     consumer: Iterator[int] = stream(engine, Request(tuple(PROMPT), limit=20))
     start = list(islice(consumer, taken))
     consumer.close()  # type: ignore[attr-defined]  # a generator
-    (text,) = kept(engine)
+    (text,) = cached_prefixes(engine)
     assert text[: len(PROMPT) + taken - 1] == [*PROMPT, *start][:-1]
-    assert in_lane(engine.cache, 0, len(text)) == text
+    assert in_one_block(engine.cache, 0, len(text)) == text
     if isinstance(proposer, DraftModel):
         known = [node for node in proposer._pool.index.root.children.values()]
-        assert all(in_lane(proposer.cache, node.block, len(node.tokens)) == list(node.tokens) for node in known)
+        assert all(in_one_block(proposer.cache, node.block, len(node.tokens)) == list(node.tokens) for node in known)
     follow = [*PROMPT, *start[:-1], 4, 4]
     assert reply(engine, follow, 10) == reply(plainly(target), follow, 10)
 
@@ -128,7 +128,7 @@ def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
         tokens, timing = generate(engine, Request(tuple(PROMPT), limit=12, stop_ids=stop))
         assert tokens == expected[: expected.index(expected[place])]
         found.append(timing.generated)
-    assert kept(ours) == kept(plain) and found[0] == found[1]
+    assert cached_prefixes(ours) == cached_prefixes(plain) and found[0] == found[1]
 
 
 def test_a_right_draft_saves_passes_and_the_record_says_so() -> None:
@@ -217,7 +217,7 @@ def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
     shape = CacheShape.contiguous(capacity)
     engine = speculating(target, proposer, FixedDraftLength(4), shape)
     warm_up(engine)
-    assert kept(engine) == [] and proposer.lag(5, [1]) == 1
+    assert cached_prefixes(engine) == [] and proposer.lag(5, [1]) == 1
     proposer.finish(5, [])
     assert reply(engine, [1, 2], 9) == reply(plainly(target, shape), [1, 2], 9)
 

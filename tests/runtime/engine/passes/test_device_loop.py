@@ -21,7 +21,7 @@ from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
-from tests.support.engines import kept, together
+from tests.support.engines import cached_prefixes, together
 from tests.support.graphs import UncomparedPass
 from tests.support.grids import chosen
 from tests.support.prefix_model import CPU
@@ -120,7 +120,7 @@ def failures() -> None:
             tokens: list[int] = []
             with pytest.raises(ModelError, match="not a number"):
                 tokens.extend(stream(engine, Request(tuple(PROMPT), limit=20)))
-            found.append((tokens, kept(engine)))
+            found.append((tokens, cached_prefixes(engine)))
         assert found[0][1] == found[1][1] == [], "what they hold is of no use"
 
 

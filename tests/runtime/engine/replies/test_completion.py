@@ -14,7 +14,7 @@ from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
-from tests.support.engines import lanes
+from tests.support.engines import contiguous_engine
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 def reply(loaded: LoadedModel, messages: list[Message], **options: object) -> Completion:
     prompt = loaded.tokenizer.apply_chat_template(messages)
-    return Completion(loaded, lanes(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
+    return Completion(loaded, contiguous_engine(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
 
 
 def test_streamed_text_is_the_text_of_the_tokens(pico: LoadedModel) -> None:
@@ -60,7 +60,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
     prompt = pico.tokenizer.apply_chat_template(STORY)
-    full = Completion(pico, lanes(pico.runner, len(prompt) + 6), prompt, SamplingParams())
+    full = Completion(pico, contiguous_engine(pico.runner, len(prompt) + 6), prompt, SamplingParams())
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
     with pytest.raises(UsageError, match=f"{len(prompt)} prompt tokens and 500 more"):
@@ -68,7 +68,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
 
 
 def test_a_consumer_that_leaves_does_not_spoil_the_engine(pico: LoadedModel) -> None:
-    engine, prompt = lanes(pico.runner, 256), pico.tokenizer.apply_chat_template(STORY)
+    engine, prompt = contiguous_engine(pico.runner, 256), pico.tokenizer.apply_chat_template(STORY)
     stream = iter(Completion(pico, engine, prompt, SamplingParams()))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
