@@ -3,7 +3,7 @@
 mlx-lm exchanges the last axes of convolutions [channels, 1, taps], adds to the gains of Qwen 3 Next and 3.5 what the
 family adds, and has kv_b of latent attention as two stacks of one matrix per head, keys (transposed) and values, each
 quantized on its own. transformers in memory has the convolutions of queries, keys and values as one. InternLM 2 stores
-the rows of queries, keys and values of each key head one after the other.
+the rows of queries, keys and values of each key head one after the other, GTE the rows of up before those of gate.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, mlx
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
-from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, Shape
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, MlpSpec, Shape
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, KimiDeltaSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, SAFETENSORS_FLOATS
@@ -23,6 +23,7 @@ from mycli.runtime.utils.json_fields import Fields
 _KEYS, _VALUES = "embed_q", "unembed_out"
 # Its multipliers are in the weights, but its config still has them.
 _SCALED = "falcon_h1"
+_UP_FIRST = ("gte", "new")
 
 
 def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> Headers:
@@ -39,6 +40,9 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     for layer in config.layer_specs:
         if isinstance(layer.mixer, DeltaNetSpec | KimiDeltaSpec) and layer.mixer.convolution.parts:
             _split_convolution(result, layer.mixer.convolution)
+    if config.model_type in _UP_FIRST:
+        for layer in config.layer_specs:
+            _split_up_gate(result, layer.dense_mlp)
     if config.model_type == "llama":
         for attention in config.attentions:
             if isinstance(attention, AttentionSpec):
@@ -76,6 +80,19 @@ def _split_convolution(tensors: dict[str, TensorEntry], spec: ConvolutionSpec) -
         nbytes = joined.nbytes // spec.channels * shape[0]
         tensors[name] = replace(joined, name=name, shape=shape, offset=offset, nbytes=nbytes)
         offset += nbytes
+
+
+def _split_up_gate(tensors: dict[str, TensorEntry], spec: MlpSpec) -> None:
+    gate, up = spec.gate_up
+    joined = tensors.get(f"{up.name.rpartition('.')[0]}.up_gate_proj.weight")
+    if joined is None or joined.shape != (2 * spec.size, up.in_features):
+        return
+    del tensors[joined.name]
+    nbytes = joined.nbytes // 2
+    for index, linear in enumerate((up, gate)):
+        name, offset = f"{linear.name}.weight", joined.offset + index * nbytes
+        shape = (spec.size, up.in_features)
+        tensors[name] = replace(joined, name=name, shape=shape, offset=offset, nbytes=nbytes)
 
 
 def _split_groups(tensors: dict[str, TensorEntry], spec: AttentionSpec) -> None:

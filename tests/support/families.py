@@ -30,7 +30,7 @@ TOKENS = 40
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Families that compute no logits: test_encoders.py and tests of the server compare their states and vectors.
-EMBEDDING = {"bert", "llama_bidirec", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta"}
+EMBEDDING = {"bert", "gte", "llama_bidirec", "modernbert", "mpnet", "new", "nomic_bert", "roberta", "xlm-roberta"}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
 ALIASES = {
     "bailing_moe": "glm4_moe",

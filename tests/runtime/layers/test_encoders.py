@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
@@ -25,6 +26,8 @@ CASES = {
     "xlm-roberta": {},
     "nomic_bert": {},
     "mpnet": {},
+    "gte": {},
+    "gte-no-types-tanh-gelu": {"type_vocab_size": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 48},
     "modernbert-window-16": {"local_attention": 16, "num_hidden_layers": 4},
     "modernbert-silu-biases": {
         **{"local_attention": 9, "hidden_activation": "silu", "norm_bias": True, "mlp_bias": True},
@@ -110,3 +113,31 @@ def test_parameters_and_the_longest_text(tmp_path: Path) -> None:
     assert config.max_context == 512
     model = load_model(open_model_folder(folder), CPU).model
     assert model.nbytes == 4 * config.parameters()
+
+
+def test_gte_as_published(tmp_path: Path) -> None:
+    """With the names of its own code, NTK scaling, and a head for tokens, which is not read."""
+    theta, factor, head_dim = 20000.0, 8.0, 16
+    scaling = {"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / head_dim)}
+    folder = encoder(tmp_path / "model", "gte", rope_parameters=scaling)
+    expected = states(folder, TEXTS)
+    tensors = {f"new.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert "new.encoder.layer.0.mlp.up_gate_proj.weight" in tensors
+    save_file(tensors | {"classifier.weight": torch.ones(1, 64)}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    published = {"model_type": "new", "position_embedding_type": "rope", "layer_norm_type": "layer_norm"}
+    published |= {"rope_theta": theta, "rope_scaling": {"type": "ntk", "factor": factor}, "pack_qkv": True}
+    (folder / "config.json").write_text(json.dumps({**config, **published}))
+    for text, found, wanted in zip(TEXTS, states(folder, TEXTS), expected, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5), len(text)
+    # The frequencies of https://kexue.fm/archives/9706, equation 6.
+    rope = open_model_folder(folder).config.layer_rope(0)
+    assert rope is not None
+    frequencies = [rope.theta ** (-2 * pair / head_dim) / rope.scaling.factor for pair in range(head_dim // 2)]
+    ntk = [(theta * factor) ** (-2 * pair / head_dim) / factor ** (2 / head_dim) for pair in range(head_dim // 2)]
+    assert frequencies == pytest.approx(ntk)
+    for key in ("logn_attention_scale", "position_embedding_type"):
+        (folder / "config.json").write_text(json.dumps({**config, **published, key: "absolute"}))
+        with pytest.raises(ModelError, match=key):
+            open_model_folder(folder)
