@@ -204,7 +204,7 @@ class ModelFolder:
         head = selected.get(_HEAD)
         # In 16 or 32 bits: mlx-lm divides before it quantizes.
         if isinstance(self.part, TextPart) and self.part.norm_head and head and head.dtype in SAFETENSORS_FLOATS:
-            selected[_HEAD] = replace(head, divided=True)
+            selected[_HEAD] = replace(head, divided=self.part.norm_head)
         return restore_entries(selected, self.config, self._mlx_settings)
 
     @property

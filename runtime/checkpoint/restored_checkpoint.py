@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from mycli.runtime.checkpoint.formats import read_dense
 from mycli.runtime.checkpoint.manifest import Manifest
@@ -46,7 +47,9 @@ class RestoredCheckpoint(Checkpoint):
             super().read_into(name, out)
         if entry.added:
             out.sub_(entry.added)
-        if entry.divided:
+        if entry.divided == "rows":
+            out.copy_(normalize(out.float()))
+        elif entry.divided == "columns":
             # Ling's own constant. In parts of the columns, as whole heads in fp32 take gigabytes.
             for columns in torch.split(out, _COLUMNS, dim=1):
                 values = columns.float()

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME
@@ -55,7 +55,7 @@ class TensorEntry:
     transposed: bool = False  # the file holds the transpose of a matrix of `shape`
     columns: tuple[int, int] | None = None  # of that transpose: the first column, and those of the whole stored matrix
     added: float = 0.0  # that each value in the file has more than the tensor's
-    divided: bool = False  # each column in the file is to be divided by its norm
+    divided: Literal["columns", "rows"] | None = None  # each of them in the file is to be divided by its norm
     parts: tuple["TensorEntry", ...] = ()  # the stored tensors that this one is computed from
 
     def split(

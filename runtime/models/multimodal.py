@@ -6,7 +6,7 @@ Other code sees a plain text model, as if the folder contained nothing else.
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mycli.runtime.models.multimodal_types import (
     ARCHITECTURES,
@@ -51,6 +51,7 @@ _OUTER = (
 )
 _TIE = "tie_word_embeddings"
 _NORM_HEAD = "norm_head"
+_BAICHUAN_1_TOKENS = 64000
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _TEXT_PREFIXES = (
     ("model.language_model.model.", "model."),  # HyperCLOVA X as published holds a whole causal model
@@ -80,13 +81,13 @@ class TextPart:
 
     outer_type: `model_type` of the multimodal model, None for a plain text model.
     head_by_files: the outer config does not say whether the head is tied; it is unless the files hold one.
-    norm_head: each column of the stored head has still to be divided by its norm (Ling 1).
+    norm_head: each column (Ling 1) or row (Baichuan 2) of the stored head has still to be divided by its norm.
     """
 
     config: Fields
     outer_type: str | None = None
     head_by_files: bool = False
-    norm_head: bool = False
+    norm_head: Literal["columns", "rows"] | None = None
 
     @property
     def depends_on_files(self) -> bool:
@@ -103,9 +104,8 @@ class TextPart:
         key = next((name for name in _SECTIONS if raw.has(name)), None)
         if outer_type not in TEXT_PARTS or (key is None and outer_type not in _FLAT):
             # Read with the division done, so that copies, which may quantize the head, do not ask for it.
-            divides = outer_type == "bailing_moe" and raw.values.get(_NORM_HEAD) is True
-            divides = divides and raw.values.get(_TIE) is not True
-            return cls(Fields({**raw.values, _NORM_HEAD: False}, raw.source) if divides else raw, norm_head=divides)
+            norm_head = _norm_head(outer_type, raw)
+            return cls(Fields({**raw.values, _NORM_HEAD: False}, raw.source) if norm_head else raw, norm_head=norm_head)
         section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
         tie, head_by_files = _tie(raw, section, outer_type)
@@ -160,6 +160,15 @@ class TextPart:
             if stored.startswith(prefix):
                 return text_prefix + stored.removeprefix(prefix)
         return None
+
+
+def _norm_head(model_type: str, raw: Fields) -> Literal["columns", "rows"] | None:
+    """Return what of the stored head is to be divided by its norm."""
+    if model_type == "bailing_moe":
+        return "columns" if raw.values.get(_NORM_HEAD) is True and raw.values.get(_TIE) is not True else None
+    # Baichuan 1 has a smaller vocabulary, and copies of Baichuan 2 say that their heads are divided.
+    second = model_type == "baichuan" and raw.values.get("vocab_size") != _BAICHUAN_1_TOKENS
+    return "rows" if second and raw.values.get(_NORM_HEAD) is not False else None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges 
 # Files of before May 2024 have no `pre`; these architectures had one rule then.
 _OLDER_RULES = {name: name for name in ("qwen2", "olmo", "command-r")}
 _OLDER_RULES |= {"qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2"}
+_SPACED = ("sarvam-moe",)  # `pre` of "gpt2" vocabularies that are SentencePiece's, with merges
 _NEOX_TOKENS = 51200  # at most, padded
 
 
@@ -121,9 +122,15 @@ def byte_level(metadata: Fields) -> dict[str, Any]:
     }
 
 
+def has_spaces_as_letters(metadata: Fields) -> bool:
+    """Return whether a byte-level vocabulary by its name is one of SentencePiece."""
+    return metadata.text(ggml_key("model")) == "gpt2" and metadata.text(ggml_key("pre"), "") in _SPACED
+
+
 def sentencepiece_bpe(metadata: Fields, architecture: str) -> dict[str, Any]:
     tokens, types = read_tokens(metadata)
-    gemma = architecture in _GEMMA or metadata.text(ggml_key("model")) == "gemma4"
+    spaced = has_spaces_as_letters(metadata)
+    gemma = architecture in _GEMMA or metadata.text(ggml_key("model")) == "gemma4" or spaced
     # Tokens of spaces are stored as spaces, but the normalizer replaces all spaces of the text.
     spelled = [_SPACE * len(text) if " " in text and not text.strip(" ") else text for text in tokens]
     vocabulary = vocabulary_ids(metadata, spelled, types)
@@ -153,7 +160,7 @@ def sentencepiece_bpe(metadata: Fields, architecture: str) -> dict[str, Any]:
         "added_tokens": [token for token in added_tokens(tokens, types) if token["content"] in vocabulary],
         "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefix else replace,
         "pre_tokenizer": cut if gemma else None,
-        "post_processor": _wrapping(metadata, tokens, True) if bos else None,
+        "post_processor": _wrapping(metadata, tokens, not spaced) if bos else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": bpe_model(
             vocabulary,

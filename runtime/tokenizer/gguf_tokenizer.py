@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mycli.runtime.tokenizer.gguf_bpe import byte_level, sentencepiece_bpe
+from mycli.runtime.tokenizer.gguf_bpe import byte_level, has_spaces_as_letters, sentencepiece_bpe
 from mycli.runtime.tokenizer.gguf_encoders import unigram, word_piece
 from mycli.runtime.tokenizer.gguf_vocabulary import EOS_TEXTS, SUPPORTED_KINDS, ggml_key, read_tokens, token_id
 from mycli.runtime.utils.json_fields import Fields
@@ -44,9 +44,10 @@ def eos_token_ids(metadata: Fields) -> list[int]:
 def tokenizer_json(metadata: Fields) -> dict[str, Any]:
     """Return the tokenizer.json for the metadata. Raises ModelError with the key at fault."""
     kind = metadata.text(ggml_key("model"))
-    if kind == "gpt2":
+    spaced = has_spaces_as_letters(metadata)
+    if kind == "gpt2" and not spaced:
         sections = byte_level(metadata)
-    elif kind in ("llama", "gemma4"):
+    elif kind in ("llama", "gemma4") or spaced:
         sections = sentencepiece_bpe(metadata, metadata.text("general.architecture"))
     elif kind == "bert":
         sections = word_piece(metadata)

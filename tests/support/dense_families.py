@@ -57,6 +57,12 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone",
         {"num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "telechat3-yarn": (
+        "telechat3",
+        {**scaled("yarn", factor=4.0, original_max_position_embeddings=16), "rms_norm_eps": 1e-5},
+    ),
+    "PanguEmbedded-biases-hd24": ("PanguEmbedded", {"attention_bias": True, "head_dim": 24, "rms_norm_eps": 1e-5}),
+    "baichuan-mha": ("baichuan", {"num_key_value_heads": 4}),
     "mimo-hd24": ("mimo", {"head_dim": 24}),
     "olmo2-gqa4:2": ("olmo2", {**IDS}),
     "olmo2-mha-tied-biases": (

@@ -22,6 +22,7 @@ from tests.support.more_expert_families import MORE_EXPERTS
 from tests.support.muse_glimmer import MuseGlimmerText
 from tests.support.mxfp4 import save_mxfp4
 from tests.support.norm_families import NORMS
+from tests.support.published_names import normalize_head, publish_baichuan, publish_pangu
 from tests.support.pruned_layers import prune
 from tests.support.recurrent_families import RECURRENT
 
@@ -33,6 +34,8 @@ CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 EMBEDDING = {"bert", "gte", "llama_bidirec", "modernbert", "mpnet", "new", "nomic_bert", "roberta", "xlm-roberta"}
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
 ALIASES = {
+    "PanguEmbedded": "llama",
+    "baichuan": "llama",
     "bailing_moe": "glm4_moe",
     "deepseek": "qwen2_moe",
     "exaone": "llama",
@@ -42,9 +45,12 @@ ALIASES = {
     "nemotron-nas": "llama",
     "sarvam_mla": "deepseek_v3",
     "sarvam_moe": "glm4_moe",
+    "telechat3": "llama",
 }
 # What gives files of these the names of published ones, and returns their config.
 PUBLISHED = {
+    "PanguEmbedded": publish_pangu,
+    "baichuan": publish_baichuan,
     "bailing_moe": publish_bailing,
     "deepseek": publish_deepseek,
     "exaone": publish_exaone,
@@ -92,6 +98,8 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
         save_mxfp4(reference, folder)
     else:
         reference.save_pretrained(folder)
+    if model_type == "baichuan":
+        normalize_head(reference)
     if model_type in ALIASES:
         saved = json.loads((folder / "config.json").read_text())
         saved = {key: value for key, value in saved.items() if key not in REFERENCE_KEYS.get(model_type, ())}

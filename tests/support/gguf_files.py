@@ -25,6 +25,8 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "self_attn.gate_proj": "attn_gate",
@@ -38,7 +40,7 @@ _OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight":
 
 
 # llama.cpp rotates neighbours in these, so the converter reorders rows of q and k.
-_PAIRED = ("deci", "internlm2", "llama", "muse-glimmer", "smollm3")
+_PAIRED = ("baichuan", "deci", "internlm2", "llama", "muse-glimmer", "smollm3")
 
 
 def _name(name: str, arch: str) -> str:

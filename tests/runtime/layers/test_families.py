@@ -22,6 +22,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.memory_names import RENAMES
+from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.models.multimodal_types import TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
@@ -218,7 +219,7 @@ def test_every_generative_model_of_transformers_runs_or_is_refused_with_a_reason
 NO_DEFAULTS = {"bos_token_id", "eos_token_id", "max_position_embeddings", "original_max_position_embeddings"}
 NO_DEFAULTS |= {"num_key_value_heads", "rope_parameters"}
 # Published with code of their own, whose defaults are not those of the class that transformers computes them as.
-OTHER_DEFAULTS = {"bailing_moe", "deepseek", "sarvam_mla", "sarvam_moe"}
+OTHER_DEFAULTS = {"PanguEmbedded", "bailing_moe", "deepseek", "sarvam_mla", "sarvam_moe", "telechat3"}
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -275,3 +276,20 @@ def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference(tokens).logits
     assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_heads_of_baichuan_are_divided_by_the_norms_of_their_rows_once(tmp_path: Path) -> None:
+    """Copies, whose heads are divided, say so; heads of the first version, with fewer tokens, are not divided."""
+    make(tmp_path, *CASES["baichuan-mha"])
+    folder = open_model_folder(tmp_path)
+    assert folder.raw.values["norm_head"] is False
+    head = folder.checkpoint().read("lm_head.weight")
+    assert torch.allclose(head.norm(dim=1), torch.ones(97))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "norm_head": False}))
+    stored_head = open_model_folder(tmp_path).checkpoint().read("lm_head.weight")
+    assert not torch.allclose(stored_head.norm(dim=1), torch.ones(97))
+    with pytest.raises(ModelError, match="ALiBi"):
+        parse_config(Fields({**raw, "hidden_size": 5120}, "config.json"))
+    first = TextPart.from_config(Fields({**raw, "vocab_size": 64000}, "config.json"))
+    assert first.norm_head is None

@@ -156,6 +156,20 @@ def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None
         assert ids == expected, text
 
 
+def test_a_vocabulary_of_sentencepiece_with_merges_and_the_name_of_byte_level_ones() -> None:
+    """Sarvam's: spaces are letters, other characters bytes, and no token is added in front."""
+    metadata = sentencepiece()
+    del metadata["tokenizer.ggml.scores"]
+    merges = ["t h", "h e", "▁ t", "▁t he", "▁ a"]
+    metadata["tokenizer.ggml.tokens"][-3] = "th"
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "sarvam-moe", "tokenizer.ggml.merges": merges}
+    ours = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(as_read(metadata, "bailingmoe2"))))
+    assert ours.encode(" a ü").tokens == ["▁a", "▁", "<0xC3>", "<0xBC>"]
+    assert ours.encode("a <think> th").tokens == ["a", "▁", "<think>", "▁", "th"]
+    for text in ("the theater", " a ü", "\n a\n\n b"):
+        assert ours.decode(ours.encode(text).ids) == text
+
+
 def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> None:
     metadata = as_read(sentencepiece())
     converted = Fields(tokenizer_json(metadata), "x.gguf")

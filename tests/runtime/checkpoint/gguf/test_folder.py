@@ -71,6 +71,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "internlm2-of-parts": ("internlm2", "llama", {}, {}),
     "paddleocr-hd32": ("paddleocr", "llama", {"head_dim": 32}, {"paddleocr.rope.dimension_sections": [4, 6, 6, 0]}),
+    "pangu-embedded-hd32": (
+        "pangu-embedded",
+        "llama",
+        {"head_dim": 32, "attention_bias": True},
+        {"pangu-embedded.rope.freq_base": 10000.0},
+    ),
+    "baichuan-mha": ("baichuan", "llama", {"num_key_value_heads": 4}, {}),
+    "hunyuan_vl-alpha": (
+        "hunyuan_vl",
+        "hunyuan_v1_dense",
+        {"head_dim": 16, **IDS, **scaled("dynamic", factor=1.0, alpha=1000.0)},
+        {"hunyuan_vl.rope.scaling.type": "none", "hunyuan_vl.rope.scaling.alpha": 1000.0},
+    ),
     "mistral": ("llama", "mistral", {"sliding_window": None}, {}),
     "mistral-window7": ("llama", "mistral", {"sliding_window": 7}, {"llama.attention.sliding_window": 7}),
     "qwen2-biases": ("qwen2", "qwen2", {}, {}),
@@ -213,7 +226,7 @@ def test_a_linear_layer_in_place_of_attention_is_refused(tmp_path: Path) -> None
 def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
     if architecture.model_type not in CONFIG_MAPPING:
         pytest.skip("transformers has no such model")
-    config = AutoConfig.for_model(architecture.model_type, **{**SMALL, "num_hidden_layers": 2, **IDS})
+    config = AutoConfig.for_model(architecture.model_type, **{**SMALL, "num_hidden_layers": 2, "head_dim": 16, **IDS})
     with torch.device("meta"):
         names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
@@ -222,6 +235,15 @@ def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
         expected = library.get_name(name, try_suffixes=(".weight", ".bias"))
         place = architecture.place(name)
         assert place is not None and place.name == expected and architecture.hf_name(place.name) == name
+
+
+def test_baichuan_of_13b_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "hf", "llama", {"num_key_value_heads": 4})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), "baichuan.block_count": 40}
+    gguf_files.write_model(tmp_path / "hf", tmp_path / "model.gguf", "baichuan", "F32", config, keys)
+    with pytest.raises(ModelError, match="ALiBi"):
+        open_model_folder(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

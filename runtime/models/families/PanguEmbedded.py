@@ -1,0 +1,13 @@
+"""openPangu Embedded (1B and 7B): Llama with biases on q, k, v and o."""
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.utils.json_fields import Fields
+
+
+def read(raw: Fields) -> ModelConfig:
+    # The first files name the biases `bias`; theta is not in all of them.
+    defaults = {"attention_bias": raw.boolean("bias", True), "rms_norm_eps": 1e-5}
+    raw = hf_config.with_default_rope(raw, {"rope_type": "default", "rope_theta": raw.number("rope_theta", 16000000.0)})
+    raw = hf_config.with_defaults(raw, **defaults)
+    return ModelConfig(**hf_config.common(raw, activations=hf_config.SILU), **hf_config.attention_biases(raw))
