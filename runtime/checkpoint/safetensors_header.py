@@ -55,7 +55,7 @@ class TensorEntry:
     transposed: bool = False  # the file holds the transpose of a matrix of `shape`
     columns: tuple[int, int] | None = None  # of that transpose: the first column, and those of the whole stored matrix
     added: float = 0.0  # that each value in the file has more than the tensor's
-    divided: Literal["columns", "rows"] | None = None  # each of them in the file is to be divided by its norm
+    divided: Literal["columns", "rows"] | None = None  # each one in the file is to be divided by its norm
     parts: tuple["TensorEntry", ...] = ()  # the stored tensors that this one is computed from
 
     def split(

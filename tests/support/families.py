@@ -22,8 +22,8 @@ from tests.support.more_expert_families import MORE_EXPERTS
 from tests.support.muse_glimmer import MuseGlimmerText
 from tests.support.mxfp4 import save_mxfp4
 from tests.support.norm_families import NORMS
-from tests.support.published_names import normalize_head, publish_baichuan, publish_pangu
 from tests.support.pruned_layers import prune
+from tests.support.published_names import normalize_head, publish_baichuan, publish_pangu
 from tests.support.recurrent_families import RECURRENT
 
 TOKENS = 40

@@ -6,8 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    # The first files name the biases `bias`; theta is not in all of them.
-    defaults = {"attention_bias": raw.boolean("bias", True), "rms_norm_eps": 1e-5}
-    raw = hf_config.with_default_rope(raw, {"rope_type": "default", "rope_theta": raw.number("rope_theta", 16000000.0)})
-    raw = hf_config.with_defaults(raw, **defaults)
+    # The first files name the biases `bias`, and not every file has theta.
+    bias = raw.boolean("bias", True)
+    raw = hf_config.with_defaults(raw, attention_bias=bias, rms_norm_eps=1e-5, rope_theta=16000000.0)
     return ModelConfig(**hf_config.common(raw, activations=hf_config.SILU), **hf_config.attention_biases(raw))

@@ -22,8 +22,8 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    # Configs do not name the kind of positions, only the code beside them does; those with ALiBi have no length of a
-    # table of rotations.
+    # Configs do not name the kind of positions, only the code of the repository does. Those with ALiBi lack
+    # max_position_embeddings.
     if raw.integer("hidden_size") == _ALIBI_SIZE or not raw.has("max_position_embeddings"):
         message = "'baichuan' of 13B is not supported: its attention biases by distance (ALiBi) are not implemented"
         raise raw.fail("model_type", message, UNSUPPORTED_HINT)

@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, object]] = {
     "roberta": {"type_vocab_size": 1},
     "xlm-roberta": {"type_vocab_size": 1},
     "mpnet": {},
+    "gte": {"type_vocab_size": 2},
     "modernbert": {"local_attention": 8, "num_hidden_layers": 4},
     "modernbert-mean-biases": {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
 }
@@ -50,7 +51,7 @@ def scores(served: Served, documents: list[str], **fields: object) -> list[float
 def test_scores_are_those_of_the_definition_and_have_the_same_bits(case: str, tmp_path: Path) -> None:
     model_type = case.removesuffix("-mean-biases")
     folder = cross_encoder(tmp_path / "model", model_type, **CASES[case])
-    expected = torch.sigmoid(torch.tensor(logits(folder, model_type == "bert"))).tolist()
+    expected = torch.sigmoid(torch.tensor(logits(folder, model_type in ("bert", "gte")))).tolist()
     with serving(*load_fp32(folder), ServerSettings((model_type,))) as served:
         batched = scores(served, DOCUMENTS)
         assert batched == pytest.approx(expected, abs=1e-6)
