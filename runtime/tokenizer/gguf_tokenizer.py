@@ -51,7 +51,7 @@ def tokenizer_json(metadata: Fields) -> dict[str, Any]:
         sections = sentencepiece_bpe(metadata, metadata.text("general.architecture"))
     elif kind == "bert":
         sections = word_piece(metadata)
-    elif kind == "t5" and metadata.text("general.architecture") == "bert":
+    elif kind == "t5" and metadata.text("general.architecture") in ("bert", "jina-bert-v3"):
         sections = unigram(metadata)
     else:
         raise metadata.fail(ggml_key("model"), f"{kind!r} is a tokenizer that is not supported", SUPPORTED_KINDS)

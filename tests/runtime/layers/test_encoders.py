@@ -28,6 +28,11 @@ CASES = {
     "mpnet": {},
     "gte": {},
     "gte-no-types-tanh-gelu": {"type_vocab_size": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 48},
+    "jina_embeddings_v3": {},
+    "jina_embeddings_v3-2-types-theta": {
+        "type_vocab_size": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
     "modernbert-window-16": {"local_attention": 16, "num_hidden_layers": 4},
     "modernbert-silu-biases": {
         **{"local_attention": 9, "hidden_activation": "silu", "norm_bias": True, "mlp_bias": True},

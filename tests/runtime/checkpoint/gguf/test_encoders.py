@@ -58,6 +58,8 @@ def write(folder: Path, path: Path, arch: str, pooling: int, keys: dict[str, Any
     writer.add_pooling_type(gguf.PoolingType(pooling))
     if arch == "nomic-bert":
         writer.add_rope_freq_base(1000.0)
+    if arch == "jina-bert-v3":
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     if arch == "modern-bert":
         ropes = config["rope_parameters"]
         writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
@@ -98,8 +100,9 @@ def vector(opened: ModelFolder, tokens: list[int]) -> Tensor:
         ("xlm-roberta", "bert", 2, True),
         ("nomic_bert", "nomic-bert", 1, False),
         ("modernbert", "modern-bert", 1, False),
+        ("jina_embeddings_v3", "jina-bert-v3", 1, False),
     ],
-    ids=["bert", "positions-from-2-older", "nomic-bert", "modern-bert"],
+    ids=["bert", "positions-from-2-older", "nomic-bert", "modern-bert", "jina-bert-v3"],
 )
 def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     model_type: str, arch: str, pooling: int, older: bool, tmp_path: Path
@@ -143,9 +146,10 @@ def test_a_reranker_without_its_pooler_is_refused(tmp_path: Path) -> None:
         open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 4, word_pieces()))
 
 
-def test_a_unigram_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "arch"), [("xlm-roberta", "bert"), ("jina_embeddings_v3", "jina-bert-v3")])
+def test_a_unigram_vocabulary(model_type: str, arch: str, tmp_path: Path) -> None:
     """As of BGE-M3: scores decide, and a map of characters comes first; this one has no entry."""
-    folder = encoder(tmp_path / "hf", "xlm-roberta")
+    folder = encoder(tmp_path / "hf", model_type)
     pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), ("▁the", -1.0), ("c", -4.0)]
     pieces += [("at", -2.0), ("a", -3.0), ("t", -3.0), ("▁c", -2.5)]
     empty = (4 * 256).to_bytes(4, "little") + bytes(4 * 256)  # a trie whose letters all differ from the text's
@@ -161,7 +165,7 @@ def test_a_unigram_vocabulary(tmp_path: Path) -> None:
         "tokenizer.ggml.precompiled_charsmap": empty,
         "tokenizer.ggml.remove_extra_whitespaces": True,
     }
-    tokenizer = open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 2, keys)).tokenizer()
+    tokenizer = open_model_folder(write(folder, tmp_path / "a.gguf", arch, 2, keys)).tokenizer()
     assert tokenizer.encode("the  cat ж", add_special=True) == [0, 5, 10, 7, 4, 3, 2]
     assert tokenizer.decode([0, 5, 10, 7, 2]) == "the cat"
     assert tokenizer.encode_pair("the", "cat") == TextPair((0, 5, 2, 2, 10, 7, 2), ())
