@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mycli.runtime.tokenizer.gguf_encoders import between_ends
 from mycli.runtime.tokenizer.gguf_vocabulary import (
     MAX_GGUF_TOKENS,
     UNKNOWN,
@@ -113,10 +114,11 @@ def byte_level(metadata: Fields) -> dict[str, Any]:
     tokens, types = read_tokens(metadata)
     rule = pre_tokenizer(metadata)
     vocabulary = vocabulary_ids(metadata, tokens, types)
+    ends = rule.ends and between_ends(metadata, tokens, rule.ends)
     return {
         "added_tokens": added_tokens(tokens, types),
         **rule.sections(),
-        "post_processor": _wrapping(metadata, tokens, rule.add_bos),
+        "post_processor": ends or _wrapping(metadata, tokens, rule.add_bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": bpe_model(vocabulary, _stored_merges(metadata, vocabulary), ignore_merges=rule.ignore_merges),
     }

@@ -23,9 +23,11 @@ _SPACE = "▁"
 _ENDS = (("cls", "bos"), ("seperator", "eos"))  # keys of an encoder's tokens around a text; the first is newer
 
 
-def _between_ends(metadata: Fields, tokens: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
-    # The post-processor of an encoder; texts: of its tokens around a text, where the file does not say their ids.
-    # As in BERT the tokens of a pair have types, as in RoBERTa there are two tokens between its texts.
+def between_ends(metadata: Fields, tokens: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+    """Return the post-processor of an encoder; texts: its tokens around a text, where the file does not give their ids.
+
+    As in BERT the tokens of a pair have types, as in RoBERTa there are two tokens between its texts.
+    """
     special: dict[str, Any] = {}
     pieces: list[dict[str, Any]] = []
     for text, keys in zip(texts, _ENDS, strict=True):
@@ -63,7 +65,7 @@ def unigram(metadata: Fields) -> dict[str, Any]:
         "added_tokens": added_tokens(tokens, types),
         "normalizer": None if encoded is None else {"type": "Precompiled", "precompiled_charsmap": encoded},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*single, spaces]},
-        "post_processor": _between_ends(metadata, tokens, ("<s>", "</s>")),
+        "post_processor": between_ends(metadata, tokens, ("<s>", "</s>")),
         "decoder": spaces,
         "model": {
             **{"type": "Unigram", "unk_id": unknown, "byte_fallback": False},
@@ -95,7 +97,7 @@ def word_piece(metadata: Fields) -> dict[str, Any]:
             "lowercase": lower,
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": _between_ends(metadata, spelled, ("[CLS]", "[SEP]")),
+        "post_processor": between_ends(metadata, spelled, ("[CLS]", "[SEP]")),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",

@@ -95,6 +95,7 @@ class PreTokenizer:
     nfc: bool = False
     ignore_merges: bool = False  # a piece that is a token is not merged
     add_bos: bool = False  # the default of `tokenizer.ggml.add_bos_token`
+    ends: tuple[str, str] | None = None  # the tokens around each text of an encoder
 
     def sections(self, published: bool = False) -> dict[str, Any]:
         """Return the sections `normalizer` and `pre_tokenizer` of a tokenizer.json, ours or the models' own."""
@@ -138,6 +139,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "mellum"), _GPT2),
     **dict.fromkeys(("gigachat", "a.x-4.0"), _GPT2),
     "modern-bert": PreTokenizer(gpt2=True, nfc=True),
+    "roberta-bpe": PreTokenizer(gpt2=True, ends=("<s>", "</s>")),
     "smollm": _SMOLLM,
     **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone", "mellum2", "minerva-7b"), _SMOLLM),
     "command-r": PreTokenizer(individual_digits=True, gpt2=True, nfc=True),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import RobertaTokenizerFast
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -169,6 +170,27 @@ def test_a_unigram_vocabulary(model_type: str, arch: str, tmp_path: Path) -> Non
     assert tokenizer.encode("the  cat ж", add_special=True) == [0, 5, 10, 7, 4, 3, 2]
     assert tokenizer.decode([0, 5, 10, 7, 2]) == "the cat"
     assert tokenizer.encode_pair("the", "cat") == TextPair((0, 5, 2, 2, 10, 7, 2), ())
+
+
+def test_a_byte_level_vocabulary_of_roberta(tmp_path: Path) -> None:
+    """The reference is the tokenizer of transformers with the same vocabulary: two tokens stand between the texts."""
+    folder = encoder(tmp_path / "hf", "roberta")
+    letters = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "c", "Ġ", "ab", "Ġc"]
+    merges = [("a", "b"), ("Ġ", "c")]
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "roberta-bpe",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.token_type": [CONTROL] * 4 + [NORMAL] * (len(letters) - 4),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    tokenizer = open_model_folder(write(folder, tmp_path / "a.gguf", "bert", 1, keys)).tokenizer()
+    reference = RobertaTokenizerFast(vocab={text: index for index, text in enumerate(letters)}, merges=merges)
+    assert tokenizer.encode("ab c", add_special=True) == reference("ab c")["input_ids"] == [0, 8, 9, 2]
+    pair = reference("ab", "c")["input_ids"]
+    assert tokenizer.encode_pair("ab", "c") == TextPair(tuple(pair), ()) and pair.count(2) == 3
 
 
 def test_a_vocabulary_with_capitals_is_cased(tmp_path: Path) -> None:
