@@ -63,8 +63,8 @@ def _request(name: str, folder: Path, variant: str) -> ExportRequest:
     return ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", variant, requantize=True)
 
 
-# llama.cpp b11434 has no architecture for them, or, as for nemotron-nas (deci) and muse_glimmer_text, files are read
-# alone.
+# llama.cpp b11434 has no architecture for them, or, as for nemotron-nas (deci), baichuan, PanguEmbedded and
+# muse_glimmer_text, files are read alone.
 WITHOUT_ARCHITECTURE = {
     *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "mimo"),
     *("ministral", "muse_glimmer_text", "nanochat", "nemotron-nas", "olmo_hybrid", "sarvam_mla", "sarvam_moe"),

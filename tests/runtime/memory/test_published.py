@@ -54,6 +54,8 @@ def test_memory_of_experts_is_that_of_all_of_them(packing: Packing) -> None:
 
 # Families without a published configuration recorded here.
 UNPUBLISHED = {
+    "PanguEmbedded",
+    "baichuan",
     "bailing_moe",
     "cohere2_moe",
     "deepseek",
@@ -79,6 +81,7 @@ UNPUBLISHED = {
     "olmo_hybrid",
     "sarvam_mla",
     "sarvam_moe",
+    "telechat3",
 }
 
 
