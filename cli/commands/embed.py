@@ -1,5 +1,6 @@
 """`mycli embed`: the vectors of texts, from a file or a pipe, as JSON lines or a NumPy array."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -9,7 +10,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import load_engine
-from mycli.cli.text.input import read_file, read_prompt
+from mycli.cli.text.input import read_file, read_standard_input
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import require_writable, write_atomic
 from mycli.runtime.utils.json_fields import strict_json
@@ -72,15 +73,20 @@ def embed(
 
 def _texts(call: Call, file: str) -> Sequence[str]:
     source = "standard input" if file == "-" else file
-    content = read_prompt("-", None, "strict", call.out.note) if file == "-" else read_file(Path(file))
+    if file != "-":
+        content = read_file(Path(file))
+    elif sys.stdin.isatty():
+        raise UsageError("no texts", "name a file with one text a line, or pipe the texts to this command")
+    else:
+        content = read_standard_input(call.out.note)
     lines = content.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
+    if not any(map(str.strip, lines)):
+        raise UsageError(f"{source} is empty", "write one text a line")
     texts = list(_json_texts(lines, source)) if file.endswith(".jsonl") else [line.rstrip("\r") for line in lines]
     for number, text in enumerate(texts, 1):
         if not text.strip():
             raise UsageError(f"{source}: line {number} is empty", "remove it: the vectors are numbered by line")
-    if not texts:
-        raise UsageError(f"{source} is empty", "write one text a line")
     return texts
 
 

@@ -78,12 +78,19 @@ def read_prompt(prompt: str | None, file: Path | None, errors: str, note: Callab
     if required and sys.stdin.isatty():
         raise UsageError("no prompt", code="no-prompt")
     if required or _is_piped():
-        piped = decode(_standard_input(note, None if required else SILENCE), "standard input", errors, REPLACE)
+        piped = read_standard_input(note, errors, REPLACE, None if required else SILENCE)
         if required and not piped.strip():
             raise UsageError("standard input is empty", code="no-prompt")
         if piped:
             parts.append(piped)
     return "\n".join(part.removesuffix("\n") for part in parts)
+
+
+def read_standard_input(
+    note: Callable[[str], None], errors: str = "strict", hint: str = CONVERT, silence: float | None = None
+) -> str:
+    """Read standard input to its end; `silence`: seconds without input after which to raise UsageError."""
+    return decode(_standard_input(note, silence), "standard input", errors, hint)
 
 
 def _is_piped() -> bool:
@@ -103,7 +110,7 @@ def _standard_input(note: Callable[[str], None], silence: float | None) -> bytes
     data, noted = bytearray(), False
     while len(data) <= MAX_BYTES:  # one byte more than allowed: `decode` refuses it
         if not noted and not _readable(descriptor, PATIENCE):
-            note("waiting for the end of standard input, which is part of the prompt (to send none: < /dev/null)")
+            note("waiting for the end of standard input, which is read too (to send none: < /dev/null)")
             noted = True
         if not _readable(descriptor, silence):
             raise UsageError(

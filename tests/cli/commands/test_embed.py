@@ -52,6 +52,12 @@ def test_files_and_pipes_give_the_same_vectors(mycli: Mycli, model: Path, tmp_pa
     assert cut.shape == (1, 8)
 
 
+def test_empty_input_is_about_texts_not_about_a_prompt(mycli: Mycli, model: Path) -> None:
+    for text in ("", " \n"):
+        refused = mycli("embed", str(model), "--device", "cpu", input=text)
+        assert refused.returncode == 2 and "standard input is empty\nhint: write one text a line" in refused.stderr
+
+
 def test_a_text_that_is_too_long_for_the_model_is_refused_with_its_line(
     mycli: Mycli, model: Path, tmp_path: Path
 ) -> None:
