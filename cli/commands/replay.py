@@ -84,6 +84,7 @@ def _reply(opened: "OpenedModel", recorded: "Receipt") -> "Completion":
         stops=recorded.stops,
         raw=reply_format.raw,
         grammar=flags.resolve(reply_format.schema, opened.model),
+        reasoning_budget=reply_format.reasoning_budget,
     )
     return generator.reply(recorded.prompt)
 

@@ -100,7 +100,11 @@ def run(
         from mycli.cli.replies.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 
         check_receipt(
-            receipt, loading, single=source.batch is None and samples == 1 and beams is None, template=templates.used
+            receipt,
+            loading,
+            single=source.batch is None and samples == 1 and beams is None,
+            template=templates.used,
+            deadline=reasoning.deadline is not None,
         )
     sequences = samples if beams is None else beams.width
     running = sequences if source.batch is None else sequences * TOGETHER
@@ -141,7 +145,9 @@ def run(
     reply = generator.reply(ids, recorded)
     _show(call, generator, reply, recorded, escapes, seconds)
     if receipt is not None:
-        reply_format = ReplyFormat(schema, grammar.regex, grammar.json_mode, grammar.extra_properties, raw)
+        reply_format = ReplyFormat(
+            schema, grammar.regex, grammar.json_mode, grammar.extra_properties, raw, reasoning.budget
+        )
         write_receipt(receipt, generator, reply, loading, reply_format)
     _check_complete(generator, [reply])
     return ExitCode.OK

@@ -35,16 +35,21 @@ _LATER = {"fp8_prompts": False, "portable_bits": False}  # settings that the fir
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """The options of a reply's format; `schema`: the text itself; `raw`: it continues the prompt."""
+    """The options of a reply's format.
+
+    `schema`: the text itself; `raw`: it continues the prompt; `reasoning_budget`: tokens of reasoning, None for any
+    number.
+    """
 
     schema: str | None = None
     regex: str | None = None
     json_mode: bool = False
     extra_properties: bool = False
     raw: bool = False
+    reasoning_budget: int | None = None
 
 
-def check_receipt(path: Path, loading: LoadFlags, single: bool, template: bool) -> None:
+def check_receipt(path: Path, loading: LoadFlags, *, single: bool, template: bool, deadline: bool) -> None:
     """Raise UsageError for options that a receipt cannot describe, or a path that cannot be written."""
     from mycli.runtime.utils.files import require_writable
 
@@ -54,6 +59,8 @@ def check_receipt(path: Path, loading: LoadFlags, single: bool, template: bool) 
         raise UsageError("--receipt covers the files of one model", "omit --adapter and the name of a draft model")
     if template:
         raise UsageError("--receipt covers the model's own chat template", "omit --chat-template and its arguments")
+    if deadline:
+        raise UsageError("--receipt does not cover --deadline: it ends replies by the clock", "omit --deadline")
     require_writable(path)
 
 
@@ -116,8 +123,9 @@ def format_of(receipt: "Receipt") -> ReplyFormat:
     values = {name: receipt.format.get(name) for name in asdict(ReplyFormat())}
     values["raw"] = receipt.format.get("raw", False)  # the first receipts do not have it
     for name, value in values.items():
-        texts = name in ("schema", "regex")
-        if not isinstance(value, str | None if texts else bool):
+        kind = {"schema": str, "regex": str, "reasoning_budget": int}.get(name, bool)
+        optional = value is None and kind is not bool
+        if not optional and (type(value) is not kind or (kind is int and value < 0)):
             raise _unknown("format", name, value)
     return ReplyFormat(**values)  # type: ignore[arg-type]  # checked above
 

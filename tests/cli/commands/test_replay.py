@@ -12,6 +12,7 @@ from tests.support.command_line import Mycli
 from tests.support.paths import PICO
 
 CPU = ("--device", "cpu")
+THINKS = "{% for message in messages %}{{ message.content }}\n{% endfor %}<think>\n{# closed by </think> #}"
 
 
 @pytest.fixture
@@ -89,7 +90,22 @@ def test_stop_strings_match_as_they_did(raw: bool, mycli: Mycli, tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("words", [("--samples", "2"), ("--draft", "pico-draft"), ("--batch", "-")])
+def test_a_reasoning_budget_is_part_of_the_receipt(mycli: Mycli, tmp_path: Path) -> None:
+    copy, path = shutil.copytree(PICO, tmp_path / "copy"), tmp_path / "r.json"
+    settings = copy / "tokenizer_config.json"
+    settings.chmod(0o644)
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": THINKS}))
+    done = mycli(
+        "run", str(copy), "Tell me a story.", "--reasoning-budget", "4", "-n", "16", "--receipt", str(path), *CPU
+    )
+    assert done.returncode == 0 and "</think>" in done.stdout, done.stderr
+    done = mycli("replay", str(path))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("--samples", "2"), ("--draft", "pico-draft"), ("--batch", "-"), ("--deadline", "9s")]
+)
 def test_what_a_receipt_cannot_describe_is_refused_first(words: tuple[str, ...], mycli: Mycli, tmp_path: Path) -> None:
     prompt = () if words[0] == "--batch" else ("Hi",)
     done = mycli("run", "pico", *prompt, *words, "--receipt", str(tmp_path / "r.json"), *CPU)
