@@ -147,10 +147,11 @@ def _server(call: Call, model: str | None, context: int | None) -> Iterator[tupl
         raise NotFoundError(
             "no server is running", "name a model to serve: --model MODEL; or start one: mycli serve MODEL"
         )
-    line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json"]
+    # It ends when the pipe to its standard input closes, so a killed `launch` leaves no server behind.
+    line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json", "--end-with-stdin"]
     line += [] if context is None else ["--ctx", str(context)]
-    silent = subprocess.DEVNULL
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=silent, start_new_session=True) as child:
+    pipe, silent = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=silent, start_new_session=True) as child:
         try:
             assert child.stdout is not None
             call.out.note(f"serving {model}")

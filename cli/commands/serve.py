@@ -99,7 +99,7 @@ def serve(
         return
     (model,) = models or [""]
     call.out.subject = subject_of(model)
-    if address.supervised:
+    if address.supervised or address.end_with_stdin:
         from mycli.runtime.server.http.supervision import end_with_parent
 
         end_with_parent()

@@ -76,6 +76,9 @@ class AddressFlags:
         options.option("--socket-group", "GROUP", "Open --unix-socket to this group, such as that of a reverse proxy."),
     ] = None
     supervised: Annotated[bool, options.flag("--supervised", "Serve one of several models.", hidden=True)] = False
+    end_with_stdin: Annotated[
+        bool, options.flag("--end-with-stdin", "End when standard input is closed.", hidden=True)
+    ] = False
 
     def resolve(self, call: Call) -> ServerSettings:
         """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""

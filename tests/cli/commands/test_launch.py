@@ -2,15 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from mycli.cli.commands.launch import AGENTS, agent_setup
-from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.run_file import RunningServer, announced, running_servers
 from tests.cli.commands.test_serve import process
 from tests.support.command_line import Mycli
 
@@ -60,6 +62,27 @@ def test_a_model_is_served_while_its_agent_runs(mycli_process: Mycli, programs: 
     done = mycli_process("launch", "claude", "--model", "pico", "--ctx", "256", env=programs)
     assert done.returncode == 7, done.stderr
     assert "pico any" in Path(programs["OUT"]).read_text() and mycli_process("ps").stdout == ""
+
+
+def test_a_killed_launch_leaves_no_server(environment: dict[str, str], programs: dict[str, str]) -> None:
+    program = Path(programs["PATH"].partition(":")[0]) / "aider"
+    line = [sys.executable, "-m", "mycli.cli", "launch", "aider", "--model", "pico", "--ctx", "256"]
+    program.write_text("#!/bin/sh\necho begun\nread line\n")
+    child = subprocess.Popen(
+        line, env={**environment, **programs}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert child.stdin is not None and child.stdout is not None
+    assert child.stdout.readline() == b"begun\n"
+    folder = Path(environment["XDG_STATE_HOME"]) / "mycli" / "servers"
+    (server,) = running_servers(folder)
+    child.kill()
+    child.communicate()
+    limit = time.monotonic() + 120  # the server ends at once, and a machine may be busy
+    while (ended := not running_servers(folder)) is False and time.monotonic() < limit:
+        time.sleep(0.02)
+    if not ended:
+        os.kill(server.pid, signal.SIGKILL)
+    assert ended
 
 
 def test_codex_speaks_responses() -> None:
