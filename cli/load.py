@@ -151,11 +151,11 @@ def require_generative(config: "ModelConfig") -> None:
         raise not_generative(config)
 
 
-def open_generative(call: Call, model: str) -> tuple[Source, ModelFolder]:
+def open_generative(call: Call, model: str, adapter: str | None = None) -> tuple[Source, ModelFolder]:
     """Open one of several models that a command names and check its headers; the hints of its errors are about it."""
     with about(call, model):
         source = resolve(model, offline=call.offline)
-        folder = source.open()
+        folder = adapted(call, source.open(), model, adapter)
         require_generative(folder.config)
         folder.checked_manifest()
     return source, folder

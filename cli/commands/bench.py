@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
-from mycli.cli.load import (
-    about,
-    adapted,
-    announce_build,
-    announce_experts,
-    announce_passes,
-    announce_placement,
-    require_generative,
-)
+from mycli.cli.load import announce_build, announce_experts, announce_passes, announce_placement, open_generative
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text
 from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
@@ -25,7 +17,7 @@ from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
-from mycli.runtime.hub.resolve import Source, resolve
+from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import weight_bytes
@@ -106,11 +98,7 @@ def _check(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial
     # Every check that needs no loading, for all models before the first: minutes of work must not end in a refusal.
     from mycli.runtime.engine.loading.loader import plan_memory
 
-    with about(call, model):
-        source = resolve(model, offline=call.offline)
-        folder = adapted(call, source.open(), model, engine.adapter)
-        require_generative(folder.config)
-        folder.checked_manifest()
+    source, folder = open_generative(call, model, engine.adapter)
     placement = engine.place(folder.config)
     plans = []
     for trial in trials:
