@@ -124,8 +124,7 @@ def format_of(receipt: "Receipt") -> ReplyFormat:
     values["raw"] = receipt.format.get("raw", False)  # the first receipts do not have it
     for name, value in values.items():
         kind = {"schema": str, "regex": str, "reasoning_budget": int}.get(name, bool)
-        optional = value is None and kind is not bool
-        if not optional and (type(value) is not kind or (kind is int and value < 0)):
+        if not (type(value) is kind or (value is None and kind is not bool)):
             raise _unknown("format", name, value)
     return ReplyFormat(**values)  # type: ignore[arg-type]  # checked above
 
