@@ -1,7 +1,6 @@
 """Encodes weights as ggml blocks: without loss from packed groups, or rounded from any values.
 
-The layout is that of ggml-common.h. Rounding equals ggml's reference bit for bit for Q4_0 and Q8_0; Q4_K searches the
-scale of each group of 32 and rounds scales to six bits, as llama.cpp does.
+The layout is that of ggml-common.h. Rounding equals ggml's reference bit for bit.
 """
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
 
 GROUP = 32
-_SUPER = 8  # groups in a Q4_K block
-_STEPS = 21  # scales tried per group of Q4_K
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -99,52 +96,3 @@ def round_q8_0(values: Tensor) -> Tensor:
     whole = sizes.floor()
     levels = scaled.sign() * (whole + (2 * (sizes - whole)).floor())
     return q8_0(levels, scales.squeeze(-1).to(torch.float16))
-
-
-def _affine_search(values: Tensor) -> tuple[Tensor, Tensor]:
-    # Scale and minimum (at most 0) of each group [..., 32] for levels 0..15, of least weighted squared error. Weights
-    # favour large values; for the levels of each scale tried, scale and minimum are fitted by least squares.
-    weights = values.square().mean(-1, keepdim=True).sqrt() + values.abs()
-    low = values.amin(-1, keepdim=True).clamp(max=0)
-    span = (values.amax(-1, keepdim=True) - low).clamp(min=1e-30)
-    best_scale, best_low, best = span / 15, low, torch.full_like(low, torch.inf)
-    total, first = weights.sum(-1, keepdim=True), (weights * values).sum(-1, keepdim=True)
-    for step in range(_STEPS):
-        levels = ((values - low) * ((14 + 2.0 * step / (_STEPS - 1)) / span)).round().clamp(0, 15)
-        sums = [(weights * part).sum(-1, keepdim=True) for part in (levels, levels * levels, levels * values)]
-        determinant = total * sums[1] - sums[0] * sums[0]
-        solvable = determinant > 0
-        scale = torch.where(solvable, (total * sums[2] - first * sums[0]) / determinant, span / 15)
-        start = torch.where(solvable, (sums[1] * first - sums[0] * sums[2]) / determinant, low)
-        alone = sums[2] / sums[1].clamp(min=1e-30)
-        scale, start = torch.where(start > 0, alone, scale), start.clamp(max=0)
-        error = (weights * (levels * scale + start - values).square()).sum(-1, keepdim=True)
-        better = (error < best) & (scale > 0)
-        best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, start, best_low)
-        best = torch.where(better, error, best)
-    return best_scale.squeeze(-1), best_low.squeeze(-1)
-
-
-def round_q4_k(values: Tensor) -> Tensor:
-    """Round fp32 [n, 256] to blocks uint8 [n, 144]."""
-    groups = values.view(-1, _SUPER, GROUP)
-    scales, minima = _affine_search(groups)
-    nested, coarse = _nest(scales), _nest(-minima)
-    scale, low = nested[0] * nested[1].float().unsqueeze(-1), coarse[0] * coarse[1].float().unsqueeze(-1)
-    levels = ((groups + low.unsqueeze(-1)) * _inverse(scale).unsqueeze(-1)).round().clamp(0, 15).to(torch.uint8)
-    pairs = levels.view(-1, _SUPER // 2, 2, GROUP)
-    stored = (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
-    header = torch.cat([_bytes(nested[1]), _bytes(coarse[1])], dim=-1)
-    return torch.cat([header, _six_bits(nested[0].to(torch.uint8), coarse[0].to(torch.uint8)), stored], dim=-1)
-
-
-def _nest(values: Tensor) -> tuple[Tensor, Tensor]:
-    # Values >= 0 [n, 8] as integers 0..63 times an fp16 factor [n].
-    unit = (values.amax(-1) / 63).to(torch.float16)
-    return (values * _inverse(unit.float()).unsqueeze(-1)).round().clamp(0, 63), unit
-
-
-def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
-    # Eight scales and eight minima of six bits [n, 8] in the 12 bytes of a block.
-    low = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
-    return torch.cat([*low, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], dim=-1)

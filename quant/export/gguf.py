@@ -15,7 +15,9 @@ from torch import Tensor
 from mycli.quant.export import Exported, ExportRequest, Rounded, require_in_range, without_mtp_head, would_round
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._weights import Weights, exact_values, squared_error
+from mycli.quant.ggml import types
 from mycli.quant.ggml.file import GgufLayout, fp32_matrices, gguf_path, gguf_place, most_common_kind
+from mycli.quant.ggml.solve import round_blocks
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, reorder_columns
@@ -23,6 +25,7 @@ from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.device.placement import dtype_info, torch_dtype
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import Shape
 
 VARIANTS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")
@@ -35,7 +38,7 @@ _FILE_TYPES = {
 }
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ROUNDING = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0, "Q4_K": blocks.round_q4_k}
+_REFERENCE = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0}
 _VALUES = 1 << 22  # rounded at a time: 16 MB of fp32
 
 
@@ -137,16 +140,22 @@ def _encode(
         packing = weights.packing(name)
         stored = packing.name if packing is not None else dtype_info(values.dtype).short
         raise would_round(name, f"{stored} weights, which {kind} does not hold exactly")
-    return _round(values, kind)
+    try:
+        return _round(values, kind)
+    except ModelError as error:
+        raise error.with_message(f"{name}: {error.message}") from error
 
 
 def _round(values: Tensor, kind: str) -> tuple[Tensor, float]:
-    block = TYPES_BY_NAME[kind].block
+    # Q4_0 and Q8_0 as ggml's reference, bit for bit; K-quants by the search of `quantize`.
     step = max(1, _VALUES // values.shape[1])
     parts, lost, total = [], 0.0, 0.0
     for start in range(0, len(values), step):
         part = values[start : start + step].float()
-        data = _ROUNDING[kind](part.reshape(-1, block)).view(len(part), -1)
+        if kind in _REFERENCE:
+            data = _REFERENCE[kind](part.reshape(-1, blocks.GROUP)).view(len(part), -1)
+        else:
+            data = round_blocks(part, types.load(kind))
         lost += (part.double() - dequantize_blocks(data, kind).double()).square().sum().item()
         total += part.double().square().sum().item()
         parts.append(data)

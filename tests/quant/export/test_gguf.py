@@ -125,12 +125,12 @@ def test_rounding_is_the_librarys_bit_for_bit(kind: str) -> None:
 
 
 def test_nested_scales_lose_little_more_than_free_ones() -> None:
-    """Q4_K's error on normal weights is that of llama.cpp's own rounding: 0.5 % of the square."""
+    """Q4_K loses 0.51 % of the square of normal weights; scales without a search for the best, 0.53 %."""
     weights = _random(64, 256)
-    actual = dequantize_blocks(blocks.round_q4_k(weights), "Q4_K")
-    assert ((actual - weights).square().sum() / weights.square().sum()).item() < 0.006
+    actual = dequantize_blocks(writer._round(weights, "Q4_K")[0], "Q4_K")
+    assert ((actual - weights).square().sum() / weights.square().sum()).item() < 0.0052
     edges = torch.stack([torch.zeros(256), torch.ones(256), -torch.ones(256), torch.linspace(0, 1, 256)])
-    lost = (dequantize_blocks(blocks.round_q4_k(edges), "Q4_K") - edges).abs().view(4, 8, 32).amax(-1)
+    lost = (dequantize_blocks(writer._round(edges, "Q4_K")[0], "Q4_K") - edges).abs().view(4, 8, 32).amax(-1)
     # A group spans from zero or below to zero or above in 15 steps; its scale and minimum are off by at most half of
     # 1/63 of the largest of the block, all of it within a rounding of float16.
     groups = edges.view(4, 8, 32)
