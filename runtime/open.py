@@ -148,12 +148,11 @@ def _build(
 
 
 def _speculator(proposer: "Proposer", placement: "Placement", report: OpenReport) -> "ProposerSpeculator":
-    from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS, AdaptiveDraftLength
+    from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, draft_lengths
     from mycli.runtime.speculative.speculator import ProposerSpeculator
 
     cost, gpu = proposer.relative_cost, placement.device.type == "cuda"
-    # On a GPU each length has graphs of its own, whose memory is counted for short ones.
-    lengths = LENGTHS if cost or gpu else LONG_LENGTHS
+    lengths = draft_lengths(cost, gpu)
     noted = list[str]()
 
     def note_once(text: str) -> None:  # there is a policy for each number of sequences, and all say the same

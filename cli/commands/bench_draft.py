@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationResult, SpeculationSubject
 
 EXAMPLES = ("mycli bench draft pico pico-draft -n 16 -r 1", "mycli bench draft pico ngram -n 16 -r 1 --json")
-DRAFT_LENGTHS = (4, 8)  # measured next to the expected values
 WORTH, HARMLESS = 1.05, 0.97
 # Below 5 ms per step the time outside of the model varies by as much as a draft saves or costs.
 SHORT_STEP, NOISE = 0.005, 0.9  # seconds, and the speed-up that still counts as no difference
@@ -120,7 +119,7 @@ def bench_draft(
         for kind, prompts in texts.items():
             bar.describe(kind)
             # A reply of one token has no step that a draft could speed up.
-            result = measure_speculation(subject, prompts, max(generate, 2), repetitions, DRAFT_LENGTHS)
+            result = measure_speculation(subject, prompts, max(generate, 2), repetitions)
             if result.plain and result.drafted:
                 results[kind] = result
             else:

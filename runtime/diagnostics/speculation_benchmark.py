@@ -16,13 +16,14 @@ from mycli.runtime.speculative.draft_length import (
     AdaptiveDraftLength,
     DraftLengthPolicy,
     FixedDraftLength,
+    draft_lengths,
     expected_tokens,
 )
 from mycli.runtime.speculative.proposers import Proposal, Proposer
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
-TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance rate, draft tokens
+TEXTBOOK = ((0.7, 3), (0.7, 7), (0.8, 3), (0.8, 7), (0.9, 3), (0.9, 7))  # acceptance rate, draft tokens
 SIMULATED_PASSES = 1500
 
 
@@ -36,12 +37,21 @@ class SpeculationSubject:
     stop: frozenset[int]
     context: int
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The draft lengths among which an engine with this model and proposer chooses."""
+        return draft_lengths(self.new_proposer().relative_cost, self._on_gpu)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.runner.device.type == "cuda"
+
     def engine(self, policy: Callable[[Proposer], DraftLengthPolicy] | None = None) -> Engine:
         """Return a new engine for one sequence; without a policy it does not speculate."""
         speculator = None
         if policy is not None:
             proposer, new_policy = self.new_proposer(), policy
-            speculator = ProposerSpeculator(proposer, lambda: new_policy(proposer))
+            speculator = ProposerSpeculator(proposer, lambda: new_policy(proposer), pipelined=self._on_gpu)
         engine = Engine(self.runner, CacheShape.contiguous(self.context), self.vocabulary_size, speculator=speculator)
         warm_up(engine)
         return engine
@@ -105,13 +115,15 @@ def measure_speculation(
     prompts: Sequence[Sequence[int]],
     limit: int,
     repetitions: int,
-    lengths: Sequence[int] = (4, 8),
+    lengths: Sequence[int] | None = None,
 ) -> SpeculationResult:
-    """Time each prompt with the adaptive draft length, then with each fixed length."""
+    """Time each prompt with the adaptive draft length, then with each of `lengths`; None for those that it chooses."""
     # Without and with speculation in turn, so that other load on the machine affects both.
     notes: list[str] = []
     plain = subject.engine()
-    drafted = subject.engine(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append))
+    drafted = subject.engine(
+        lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append, subject.lengths)
+    )
     subject.reply(plain, prompts[0], 4)
     clocks = {False: _Clock(), True: _Clock()}
     records = []
@@ -122,7 +134,9 @@ def measure_speculation(
                 _, timing = subject.reply(engine, prompt, limit)
                 clocks[engine is drafted].add(timing)
             records.append(timing.record)
-    fixed = tuple(result for length in lengths for result in _fixed_length(subject, prompts, limit, length))
+    fixed = tuple(
+        result for length in lengths or subject.lengths for result in _fixed_length(subject, prompts, limit, length)
+    )
     return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
 
 

@@ -57,6 +57,12 @@ class FixedDraftLength(DraftLengthPolicy):
         return min(self._count, room)
 
 
+def draft_lengths(draft_cost: float, gpu: bool) -> Sequence[int]:
+    """Return the lengths of drafts whose token costs `draft_cost` plain steps."""
+    # On a GPU each length has graphs of its own, whose memory is counted for short ones.
+    return LENGTHS if draft_cost or gpu else LONG_LENGTHS
+
+
 def expected_tokens(acceptance_rate: float, drafted: int) -> float:
     """Return the expected tokens of a pass (Leviathan et al., arXiv 2211.17192, eq. 1): 1 + a + ... + a^drafted."""
     return sum(acceptance_rate**power for power in range(drafted + 1))

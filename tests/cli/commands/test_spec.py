@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS
 from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.proposers import DraftModel
 from tests.support.command_line import Mycli
@@ -144,7 +146,9 @@ def test_compare_measures_both_ways(loaded: LoadedModel, draft: LoadedModel) -> 
     asked = prompts(loaded.tokenizer)["stories"][:1]
     found = measure_speculation(subject(loaded, draft), asked, 24, 1)
     assert found.plain > 0 and found.drafted > 0
-    assert [one.drafted for one in found.lengths] == [4, 8]
+    assert [one.drafted for one in found.lengths] == list(LENGTHS), "those that the engine makes"
+    lookup = replace(subject(loaded, draft), new_proposer=PromptLookup)
+    assert lookup.lengths == LONG_LENGTHS
     assert all(one.acceptance > 0.5 and 1 < one.found <= 1 + one.drafted for one in found.lengths)
 
 
