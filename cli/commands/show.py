@@ -65,6 +65,7 @@ def _answer(info: ModelInfo) -> dict[str, Any]:
         "commit": info.source.revision,
         "folder": None if info.remote else str(info.source.folder),
         "architecture": config.model_type,
+        "task": _kind(info),
         "layers": config.layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -152,6 +153,31 @@ def _mlp(config: ModelConfig) -> str:
     return f"{len(experts.experts)} experts of {experts.size}{where}, {experts.top_k} per token"
 
 
+def _task(info: ModelInfo) -> str:
+    config, embedding = info.config, info.embedding
+    if embedding is not None:
+        normalized = ", normalized" if embedding.normalize else ""
+        pooling = " and ".join(embedding.pooling)
+        return f"embeddings of {embedding.size(config.hidden_size)} values, {pooling} pooling{normalized} (mycli embed)"
+    if info.cross_encoder is not None:
+        sigmoid = info.cross_encoder.activation == "Sigmoid"
+        scores = "0 to 1 (sigmoid)" if sigmoid else f"the head's output ({info.cross_encoder.activation})"
+        return f"reranker; score of a pair of texts: {scores}; POST /v1/rerank of mycli serve"
+    if info.score is not None:
+        return 'reranker; score of a pair of texts: probability of "yes" against "no"; POST /v1/rerank of mycli serve'
+    if config.classifier is not None:
+        return "reranker; POST /v1/rerank of mycli serve"
+    if not config.bidirectional:
+        return ""
+    return "embeddings" if info.remote else "embeddings; its folder does not say how they are computed"
+
+
+def _kind(info: ModelInfo) -> str:
+    if info.cross_encoder is not None or info.score is not None or info.config.classifier is not None:
+        return "reranker"
+    return "embedding" if info.embedding is not None or info.config.bidirectional else "generative"
+
+
 def _rows(info: ModelInfo, answer: dict[str, Any]) -> list[tuple[str, str]]:
     config, file = info.config, info.source.folder
     plain = config.rope_scaling.kind in ("default", "proportional")
@@ -162,6 +188,7 @@ def _rows(info: ModelInfo, answer: dict[str, Any]) -> list[tuple[str, str]]:
     mtp = f"MTP head, {human_bytes(info.predictor_bytes)} (--draft mtp)" if info.predictor_bytes else ""
     rows = [
         ("architecture", config.model_type),
+        ("task", _task(info)),
         *([("adapter", str(info.source.adapter))] if info.source.adapter is not None else []),
         ("layers", f"{config.layers} of width {config.hidden_size}, {_mlp(config)}"),
         ("heads", _heads(config)),

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, AdapterConfig
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, unpack_floats
@@ -26,6 +27,9 @@ from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
+
+if TYPE_CHECKING:  # read with the files that need it
+    from mycli.runtime.checkpoint.sentence_transformers import CrossEncoderSpec, EmbeddingSpec, ScoreSpec
 
 # Without tokenizer.json, which is too large to fetch for a summary.
 _METADATA_FILES = (
@@ -56,6 +60,10 @@ class ModelInfo:
     warnings: tuple[str, ...]
     remote: bool  # `source.folder` was temporary and is gone
     predictor_bytes: int = 0  # of an MTP head; not in `tensors`
+    # Of a local model of embeddings, of a reranker with a head of its own, and of one that answers by a token.
+    embedding: "EmbeddingSpec | None" = None
+    cross_encoder: "CrossEncoderSpec | None" = None
+    score: "ScoreSpec | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +94,11 @@ def read_model_info(source: Source) -> ModelInfo:
         warnings.append(f"{error.message}: the model will not load")
     info = _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
     head = folder.mtp_head
-    return replace(info, predictor_bytes=0 if head is None else _bytes_of(head.manifest.tensors))
+    info = replace(info, predictor_bytes=0 if head is None else _bytes_of(head.manifest.tensors))
+    try:
+        return replace(info, embedding=folder.embedding, cross_encoder=folder.cross_encoder, score=folder.score)
+    except ModelError as error:
+        return replace(info, warnings=(*info.warnings, f"{error.message}: the model will not load"))
 
 
 def _bytes_of(tensors: Mapping[str, TensorEntry]) -> int:

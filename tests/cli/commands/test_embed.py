@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -17,7 +18,14 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.bidirectional import encode_texts
 from mycli.runtime.open import open_model
 from tests.support.command_line import Mycli
-from tests.support.embedding_models import PROMPTS, cross_encoder, embedding_gemma, encoder, qwen3_embedding
+from tests.support.embedding_models import (
+    PROMPTS,
+    cross_encoder,
+    embedding_gemma,
+    encoder,
+    qwen3_embedding,
+    qwen3_reranker,
+)
 from tests.support.models import CPU
 
 TEXTS = ["Hello there", "What is the capital?", "x"]
@@ -56,6 +64,21 @@ def test_empty_input_is_about_texts_not_about_a_prompt(mycli: Mycli, model: Path
     for text in ("", " \n"):
         refused = mycli("embed", str(model), "--device", "cpu", input=text)
         assert refused.returncode == 2 and "standard input is empty\nhint: write one text a line" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("write", "kind", "text"),
+    [
+        (encoder, "embedding", "embeddings of 64 values, cls pooling, normalized (mycli embed)"),
+        (cross_encoder, "reranker", "score of a pair of texts: 0 to 1 (sigmoid)"),
+        (qwen3_reranker, "reranker", 'probability of "yes" against "no"'),
+    ],
+    ids=["encoder", "head", "answer"],
+)
+def test_show_names_the_task(mycli: Mycli, tmp_path: Path, write: Callable[[Path], Path], kind: str, text: str) -> None:
+    folder = str(write(tmp_path / "model"))
+    assert json.loads(mycli("show", folder, "--json").stdout)["task"] == kind
+    assert text in " ".join(mycli("show", folder).stdout.split())
 
 
 def test_a_text_that_is_too_long_for_the_model_is_refused_with_its_line(
