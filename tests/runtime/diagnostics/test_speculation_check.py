@@ -59,6 +59,7 @@ class Subject:
 
     def __init__(self) -> None:
         self.forgotten: list[int] = []
+        self.lengths = (4,)
         self._numbers = count()
 
     def engine(self, policy: Any = None) -> Any:
