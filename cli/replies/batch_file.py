@@ -9,7 +9,7 @@ import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from mycli.cli.command import Call
 from mycli.cli.text.format import error_fields, json_line
 from mycli.runtime.errors import ExitCode, ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
-from mycli.runtime.utils.files import open_input, try_lock
+from mycli.runtime.utils.files import disk_errors, open_input, try_lock
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.units import pluralize
 
@@ -148,16 +148,23 @@ def _output(path: Path) -> Iterator[tuple[set[ItemKey], BinaryIO]]:
         try:
             if path.exists() and not path.is_file():
                 raise UsageError(f"--out {path}: not a regular file", "redirect the output instead: > FILE")
-            file: BinaryIO = stack.enter_context(path.open("r+b" if path.exists() else "x+b"))
+            file: BinaryIO = path.open("r+b" if path.exists() else "x+b")
+            stack.callback(_close, file)
             if not try_lock(file.fileno()):
                 raise UsageError(f"--out {path}: another process is writing it", "wait for it")
             answers = [(key, len(data)) for key, data in answered(_lines(file), path.name)]
             if sum(size for _, size in answers) < os.fstat(file.fileno()).st_size:
-                file = stack.enter_context(_keep_answers(path, file))
+                file = _keep_answers(path, file)
+                stack.callback(_close, file)
             file.seek(0, os.SEEK_END)
         except OSError as error:
             raise UsageError(f"--out {path}: {error.strerror}", "name a file that can be written") from None
         yield {key for key, _ in answers}, file
+
+
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # every line is flushed, and its error was raised then
+        file.close()
 
 
 def _keep_answers(path: Path, file: BinaryIO) -> BinaryIO:
@@ -219,13 +226,15 @@ def run_batch(call: Call, path: str, out: Path | None, answer: AnswerAll) -> Exi
                 if isinstance(result, UserError):
                     failed.append(result)
                     result = {"error": error_fields(result)}
-                if file is None:
+                if file is None or out is None:
                     call.out.json_record(item.answer(result))
-                else:
+                    continue
+                with disk_errors(out):
                     file.write((json_line(item.answer(result)) + "\n").encode())
                     file.flush()
-        if file is not None:
-            os.fsync(file.fileno())
+        if file is not None and out is not None:
+            with disk_errors(out):
+                os.fsync(file.fileno())
     if done:
         call.out.note(f"skipped {pluralize(len(done), 'line')} already answered in {out}")
     if failed:

@@ -4,6 +4,8 @@ import fcntl
 import io
 import json
 import os
+import resource
+import signal
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +17,7 @@ from mycli.cli.command import Call
 from mycli.cli.output import Output
 from mycli.cli.replies import batch_file as batch
 from mycli.cli.replies.batch_file import Prompt, check_batch, parse_item, read_items, run_batch
-from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
+from mycli.runtime.errors import ModelError, NotFoundError, ResourceError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 
 BAD = {
@@ -200,3 +202,18 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("")
     with pytest.raises(UsageError, match="No such file"):
         run(tmp_path / "in.jsonl", tmp_path / "none" / "out", Model())
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    call = Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ResourceError) as raised:
+            run_batch(call, str(source), out, Model())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert raised.value.message.startswith(f"cannot write {out}")
