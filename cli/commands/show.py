@@ -221,10 +221,9 @@ def _show_tensors(call: Call, info: ModelInfo) -> None:
 
 def _show_template(call: Call, info: ModelInfo) -> None:
     if info.template is None:
-        raise UsageError(
-            f"{info.source.name} has no chat template",
-            f"continue a text: mycli run {shlex.quote(info.source.name)} PROMPT --raw",
-        )
+        name = info.source.name
+        hint = f"continue a text: mycli run {shlex.quote(name)} PROMPT --raw"
+        raise UsageError(f"{name} has no chat template", "omit --template" if info.config.bidirectional else hint)
     if not call.out.answered({"model": info.source.name, "template": info.template}):
         call.out.result(info.template)
 

@@ -79,6 +79,8 @@ def test_show_names_the_task(mycli: Mycli, tmp_path: Path, write: Callable[[Path
     folder = str(write(tmp_path / "model"))
     assert json.loads(mycli("show", folder, "--json").stdout)["task"] == kind
     assert text in " ".join(mycli("show", folder).stdout.split())
+    if kind == "embedding":
+        assert "mycli run" not in mycli("show", folder, "--template").stderr
 
 
 def test_a_text_that_is_too_long_for_the_model_is_refused_with_its_line(
