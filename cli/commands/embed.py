@@ -1,6 +1,5 @@
 """`mycli embed`: the vectors of texts, from a file or a pipe, as JSON lines or a NumPy array."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -73,12 +72,7 @@ def embed(
 
 def _texts(call: Call, file: str) -> Sequence[str]:
     source = "standard input" if file == "-" else file
-    if file != "-":
-        content = read_file(Path(file))
-    elif sys.stdin.isatty():
-        raise UsageError("no texts", "name a file with one text a line, or pipe the texts to this command")
-    else:
-        content = read_standard_input(call.out.note)
+    content = read_standard_input(call.out.note) if file == "-" else read_file(Path(file))
     lines = content.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
     if not any(map(str.strip, lines)):
