@@ -41,20 +41,21 @@ def test_settings_that_are_never_written_are_refused(name: str, value: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("loading", "single", "template", "problem"),
+    ("loading", "single", "template", "deadline", "problem"),
     [
-        ({}, False, False, "one reply"),
-        ({"adapter": "folder"}, True, False, "one model"),
-        ({"draft": "pico-draft"}, True, False, "one model"),
-        ({}, True, True, "chat template"),
+        ({}, False, False, False, "one reply"),
+        ({"adapter": "folder"}, True, False, False, "one model"),
+        ({"draft": "pico-draft"}, True, False, False, "one model"),
+        ({}, True, True, False, "chat template"),
+        ({}, True, False, True, "--deadline"),
     ],
 )
 def test_what_a_receipt_cannot_describe_is_refused(
-    loading: dict[str, Any], single: bool, template: bool, problem: str, tmp_path: Path
+    loading: dict[str, Any], single: bool, template: bool, deadline: bool, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=problem):
-        check_receipt(tmp_path / "r.json", LoadFlags(**loading), single, template)
-    check_receipt(tmp_path / "r.json", LoadFlags(draft="mtp"), True, False)
+        check_receipt(tmp_path / "r.json", LoadFlags(**loading), single=single, template=template, deadline=deadline)
+    check_receipt(tmp_path / "r.json", LoadFlags(draft="mtp"), single=True, template=False, deadline=False)
 
 
 def test_only_sampling_needs_a_seed() -> None:
