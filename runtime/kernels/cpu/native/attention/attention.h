@@ -10,7 +10,7 @@
 #include <new>
 #include <vector>
 
-#include "attention/attention_float.h"
+#include "attention/attention_pairs.h"
 #include "attention/attention_tiles.h"
 
 namespace {
@@ -225,6 +225,12 @@ inline int attend_any(const Attention& a, int threads) try {
         if (a.cache_type == CACHE_BF16) return attend_by<TilePath<uint16_t>>(a, threads);
         if (a.cache_type == CACHE_INT8) return attend_by<TilePath<int8_t>>(a, threads);
         if (a.cache_type == CACHE_INT4) return attend_by<TilePath<Int4>>(a, threads);
+    }
+#endif
+#if BF16_PAIRS
+    if (a.query_type == BF16 && !a.portable && a.head_dim % WIDE == 0) {
+        if (a.cache_type == CACHE_BF16) return attend_by<PairPath<uint16_t>>(a, threads);
+        if (a.cache_type == CACHE_INT8) return attend_by<PairPath<int8_t>>(a, threads);
     }
 #endif
     if (a.cache_type == CACHE_INT8) return attend_by<FloatPath<int8_t>>(a, threads);

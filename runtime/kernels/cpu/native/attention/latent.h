@@ -36,7 +36,7 @@ template <class Path> int attend_latent_by(Latent a, int threads) {
 inline int attend_latent_any(const LatentTask& task, int threads) try {
     const Latent a(task);
     if (!is_sound(a)) return 2;
-#if LATENT_PAIRS
+#if BF16_PAIRS
     if (a.query_type == BF16 && !a.portable && a.head_dim % WIDE == 0 && a.rotated.head_dim % WIDE == 0) {
         if (a.cache_type == CACHE_BF16) return attend_latent_by<LatentPairs<uint16_t>>(a, threads);
         if (a.cache_type == CACHE_INT8) return attend_latent_by<LatentPairs<int8_t>>(a, threads);
