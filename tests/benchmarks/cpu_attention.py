@@ -100,7 +100,7 @@ def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds
 
 def child(name: str, head_dim: int, lengths: list[int], seconds: float) -> None:
     """Measure one instruction set and print one line of JSON for each length."""
-    flags = SETS[name][0]
+    flags = isa.compiler_flags(None, cpu()) if name == BEST else SETS[name][0]
     library = build.load_library(build.compile_library(build.cache_folder(), flags))
     build.native = lambda: library  # type: ignore[assignment]  # for the life of this process
     for dtype in (torch.bfloat16, torch.float32):
