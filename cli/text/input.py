@@ -89,10 +89,7 @@ def read_prompt(prompt: str | None, file: Path | None, errors: str, note: Callab
 def read_standard_input(
     note: Callable[[str], None], errors: str = "strict", hint: str = CONVERT, silence: float | None = None
 ) -> str:
-    """Read standard input to its end; `silence`: seconds without input after which to raise UsageError.
-
-    Raises UsageError for a terminal too.
-    """
+    """Read standard input to its end. Raises UsageError for a terminal, and after `silence` seconds without input."""
     if sys.stdin.isatty():
         raise UsageError("standard input is a terminal", "name a file, or pipe the text to this command")
     return decode(_standard_input(note, silence), "standard input", errors, hint)
