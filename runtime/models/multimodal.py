@@ -52,6 +52,7 @@ _OUTER = (
 _TIE = "tie_word_embeddings"
 _NORM_HEAD = "norm_head"
 _BAICHUAN_1_TOKENS = 64000
+_BAICHUAN_1_CLASS = "BaiChuanForCausalLM"  # with a capital C, in the 7B model alone
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _TEXT_PREFIXES = (
     ("model.language_model.model.", "model."),  # HyperCLOVA X as published holds a whole causal model
@@ -166,8 +167,10 @@ def _norm_head(model_type: str, raw: Fields) -> Literal["columns", "rows"] | Non
     """Return what of the stored head is to be divided by its norm."""
     if model_type == "bailing_moe":
         return "columns" if raw.values.get(_NORM_HEAD) is True and raw.values.get(_TIE) is not True else None
-    # Baichuan 1 has a smaller vocabulary, and copies of Baichuan 2 say that their heads are divided.
-    second = model_type == "baichuan" and raw.values.get("vocab_size") != _BAICHUAN_1_TOKENS
+    # Baichuan 1 has a class of its own and a smaller vocabulary, which finetunes change; copies of Baichuan 2 say that
+    # their heads are divided.
+    first = raw.values.get("vocab_size") == _BAICHUAN_1_TOKENS or raw.values.get("architectures") == [_BAICHUAN_1_CLASS]
+    second = model_type == "baichuan" and not first
     return "rows" if second and raw.values.get(_NORM_HEAD) is not False else None
 
 
