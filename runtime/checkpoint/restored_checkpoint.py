@@ -15,6 +15,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
 _COLUMNS = 256
+_ROWS = 4096
 
 
 class RestoredCheckpoint(Checkpoint):
@@ -47,13 +48,14 @@ class RestoredCheckpoint(Checkpoint):
             super().read_into(name, out)
         if entry.added:
             out.sub_(entry.added)
+        # In parts, as whole heads in fp32 take gigabytes.
         if entry.divided == "rows":
-            out.copy_(normalize(out.float()))
+            for rows in torch.split(out, _ROWS):
+                rows.copy_(normalize(rows.float()))
         elif entry.divided == "columns":
-            # Ling's own constant. In parts of the columns, as whole heads in fp32 take gigabytes.
             for columns in torch.split(out, _COLUMNS, dim=1):
                 values = columns.float()
-                columns.copy_(values / (values.norm(dim=0, keepdim=True) + 1e-7))
+                columns.copy_(values / (values.norm(dim=0, keepdim=True) + 1e-7))  # Ling's own constant
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         entry = self.entry(name)

@@ -280,16 +280,19 @@ def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:
 
 def test_heads_of_baichuan_are_divided_by_the_norms_of_their_rows_once(tmp_path: Path) -> None:
     """Copies, whose heads are divided, say so; heads of the first version, with fewer tokens, are not divided."""
-    make(tmp_path, *CASES["baichuan-mha"])
+    rows = 5000  # of which no more than 4096 are divided in one step
+    model_type, changes = CASES["baichuan-mha"]
+    make(tmp_path, model_type, {**changes, "vocab_size": rows})
     folder = open_model_folder(tmp_path)
     assert folder.raw.values["norm_head"] is False
     head = folder.checkpoint().read("lm_head.weight")
-    assert torch.allclose(head.norm(dim=1), torch.ones(97))
+    assert torch.allclose(head.norm(dim=1), torch.ones(rows))
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "norm_head": False}))
     stored_head = open_model_folder(tmp_path).checkpoint().read("lm_head.weight")
-    assert not torch.allclose(stored_head.norm(dim=1), torch.ones(97))
+    assert not torch.allclose(stored_head.norm(dim=1), torch.ones(rows))
     with pytest.raises(ModelError, match="ALiBi"):
         parse_config(Fields({**raw, "hidden_size": 5120}, "config.json"))
-    first = TextPart.from_config(Fields({**raw, "vocab_size": 64000}, "config.json"))
-    assert first.norm_head is None
+    assert TextPart.from_config(Fields(raw, "config.json")).norm_head == "rows"
+    for published in ({"vocab_size": 64000}, {"vocab_size": 64016, "architectures": ["BaiChuanForCausalLM"]}):
+        assert TextPart.from_config(Fields({**raw, **published}, "config.json")).norm_head is None
