@@ -6,4 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
+    if raw.values.get("position_embedding_type") == "rotary":
+        message = "= 'rotary' is not supported for 'xlm-roberta': so Jina Embeddings 3 is stored for its own code"
+        raise raw.fail("position_embedding_type", message, "use the repository whose name ends in -hf, or a GGUF file")
     return roberta.read(raw)

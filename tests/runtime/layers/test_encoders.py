@@ -59,7 +59,7 @@ def test_states_are_those_of_transformers_alone_and_together(case: str, tmp_path
         assert torch.equal(states(folder, [text])[0], found)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta", "mpnet"])
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta", "mpnet", "gte", "jina_embeddings_v3"])
 def test_files_of_a_class_with_a_head_are_read(model_type: str, tmp_path: Path) -> None:
     """Tensors have the prefix of the class there, and heads are ignored; that of a classifier counts."""
     folder = encoder(tmp_path / "model", model_type)
@@ -146,3 +146,13 @@ def test_gte_as_published(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**config, **published, key: "absolute"}))
         with pytest.raises(ModelError, match=key):
             open_model_folder(folder)
+
+
+def test_jina_embeddings_of_their_own_code_are_refused_with_what_to_use(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "model", "xlm-roberta")
+    config = json.loads((folder / "config.json").read_text())
+    published = {"position_embedding_type": "rotary", "rotary_emb_base": 20000.0, "lora_adaptations": ["separation"]}
+    (folder / "config.json").write_text(json.dumps({**config, **published}))
+    with pytest.raises(ModelError, match="'rotary' .* Jina Embeddings 3") as refused:
+        open_model_folder(folder)
+    assert refused.value.hint is not None and "-hf" in refused.value.hint
