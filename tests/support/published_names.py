@@ -12,7 +12,8 @@ from torch.nn.functional import normalize
 def publish_pangu(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a Llama with the keys of openPangu."""
     published = {"bias" if key == "attention_bias" else key: value for key, value in config.items()}
-    return {**published, "rope_theta": published.pop("rope_parameters")["rope_theta"]}
+    theta = published.pop("rope_parameters")["rope_theta"]
+    return {**published, "rope_theta": theta}
 
 
 def publish_baichuan(path: Path, config: dict[str, Any]) -> dict[str, Any]:
