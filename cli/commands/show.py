@@ -167,9 +167,7 @@ def _task(info: ModelInfo) -> str:
         return 'reranker; score of a pair of texts: probability of "yes" against "no"; POST /v1/rerank of mycli serve'
     if config.classifier is not None:
         return "reranker; POST /v1/rerank of mycli serve"
-    if not config.bidirectional:
-        return ""
-    return "embeddings" if info.remote else "embeddings; its folder does not say how they are computed"
+    return "embeddings; its folder does not say how they are computed" if config.bidirectional else ""
 
 
 def _kind(info: ModelInfo) -> str:

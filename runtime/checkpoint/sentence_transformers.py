@@ -20,6 +20,7 @@ TEXT_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+SETTINGS_FILES = (MODULES, _SETTINGS, *TEXT_SETTINGS)
 # Files of the modules after the first, in folders as sentence-transformers names them: 1_Pooling, 2_Dense.
 MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 _MAX_BYTES = 1 << 20

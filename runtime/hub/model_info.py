@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, AdapterConfig
 from mycli.runtime.checkpoint.gguf.files import MAX_SMALL_TENSOR, join_headers, unpack_floats
@@ -16,6 +15,13 @@ from mycli.runtime.checkpoint.gguf.header import Reader, parse_gguf_header
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import MODELOPT_CONFIG, open_model_folder, with_older_section
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
+from mycli.runtime.checkpoint.sentence_transformers import (
+    MODULE_FILE,
+    SETTINGS_FILES,
+    CrossEncoderSpec,
+    EmbeddingSpec,
+    ScoreSpec,
+)
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, plan_download, read_small_file
@@ -28,9 +34,6 @@ from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
-if TYPE_CHECKING:  # read with the files that need it
-    from mycli.runtime.checkpoint.sentence_transformers import CrossEncoderSpec, EmbeddingSpec, ScoreSpec
-
 # Without tokenizer.json, which is too large to fetch for a summary.
 _METADATA_FILES = (
     "config.json",
@@ -40,6 +43,7 @@ _METADATA_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     RECORD,
+    *SETTINGS_FILES,
 )
 # Bytes of a shard read first: contains most headers entirely, so one request per shard is enough.
 _FIRST_READ = 1 << 16
@@ -60,10 +64,10 @@ class ModelInfo:
     warnings: tuple[str, ...]
     remote: bool  # `source.folder` was temporary and is gone
     predictor_bytes: int = 0  # of an MTP head; not in `tensors`
-    # Of a local model of embeddings, of a reranker with a head of its own, and of one that answers by a token.
-    embedding: "EmbeddingSpec | None" = None
-    cross_encoder: "CrossEncoderSpec | None" = None
-    score: "ScoreSpec | None" = None
+    # Of a model of embeddings, of a reranker with a head of its own, and of one that answers by a token.
+    embedding: EmbeddingSpec | None = None
+    cross_encoder: CrossEncoderSpec | None = None
+    score: ScoreSpec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -94,11 +98,7 @@ def read_model_info(source: Source) -> ModelInfo:
         warnings.append(f"{error.message}: the model will not load")
     info = _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
     head = folder.mtp_head
-    info = replace(info, predictor_bytes=0 if head is None else _bytes_of(head.manifest.tensors))
-    try:
-        return replace(info, embedding=folder.embedding, cross_encoder=folder.cross_encoder, score=folder.score)
-    except ModelError as error:
-        return replace(info, warnings=(*info.warnings, f"{error.message}: the model will not load"))
+    return replace(info, predictor_bytes=0 if head is None else _bytes_of(head.manifest.tensors))
 
 
 def _bytes_of(tensors: Mapping[str, TensorEntry]) -> int:
@@ -149,9 +149,12 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
     tensors: dict[str, TensorEntry] = {}
     with tempfile.TemporaryDirectory(prefix="mycli-") as name:
         for file in plan.files:
-            if file.name in _METADATA_FILES:
-                (Path(name) / file.name).write_bytes(read_small_file(hub, plan.repo, plan.commit, file))
-            elif file.name.endswith(".safetensors") and "/" not in file.name:  # else of a sentence-transformers module
+            module = MODULE_FILE.fullmatch(file.name) is not None
+            if file.name in _METADATA_FILES or (module and file.name.endswith(".json")):
+                path = Path(name) / file.name
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(read_small_file(hub, plan.repo, plan.commit, file))
+            elif file.name.endswith(".safetensors") and not module:
                 header = hub.read(plan.repo, plan.commit, file.name, 0, min(_FIRST_READ, file.size))
                 length = header_bytes(header, file.size, file.name)
                 if length > len(header):
@@ -201,7 +204,7 @@ def _gather(
         warnings.append(error.message)
     eos, invalid = stop_ids(defaults.eos, config.eos, tokenizer_eos, config.vocab_size)
     record = folder.path / RECORD
-    return ModelInfo(
+    info = ModelInfo(
         source=source,
         config=config,
         packings=folder.packings,
@@ -213,3 +216,8 @@ def _gather(
         warnings=tuple(warnings if config.bidirectional else [*warnings, *invalid]),
         remote=remote,
     )
+    try:
+        return replace(info, embedding=folder.embedding, cross_encoder=folder.cross_encoder, score=folder.score)
+    except ModelError as error:
+        problem = error.message.removeprefix(f"{folder.path}/") if remote else error.message
+        return replace(info, warnings=(*info.warnings, f"{problem}: the model will not load"))

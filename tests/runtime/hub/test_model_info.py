@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.utils.json_fields import Fields
 from tests.support import gguf_files
-from tests.support.embedding_models import encoder
+from tests.support.embedding_models import cross_encoder, encoder, qwen3_embedding, qwen3_reranker
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO
 
@@ -72,6 +72,17 @@ def test_modules_of_an_embedding_model_are_not_its_weights(server: HubServer) ->
     modules = {"modules.json": b"[]", "2_Dense/model.safetensors": FILES["model.safetensors"]}
     there = remote(server, FILES | modules)
     assert {entry.file for entry in there.tensors.values()} == {"model.safetensors"}
+    assert there.warnings == ("modules.json: has no Pooling module: the model will not load",)
+
+
+@pytest.mark.parametrize("write", [encoder, qwen3_embedding, cross_encoder, qwen3_reranker])
+def test_a_hub_says_what_a_model_is_for(write: Callable[[Path], Path], server: HubServer, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    here, there = read_model_info(Source("m", folder)), remote(server, files)
+    assert (there.embedding, there.cross_encoder, there.score) == (here.embedding, here.cross_encoder, here.score)
+    assert there.config == here.config and there.warnings == here.warnings
+    assert here.embedding or here.cross_encoder or here.score
 
 
 def test_a_model_of_modelopt_up_to_0_29(server: HubServer, tmp_path: Path) -> None:
