@@ -37,9 +37,8 @@ class SpeculationSubject:
     stop: frozenset[int]
     context: int
 
-    @property
     def lengths(self) -> Sequence[int]:
-        """The draft lengths among which an engine with this model and proposer chooses."""
+        """Return the draft lengths among which an engine with this model and proposer chooses."""
         return draft_lengths(self.new_proposer().relative_cost, self._on_gpu)
 
     @property
@@ -120,10 +119,10 @@ def measure_speculation(
     """Time each prompt with the adaptive draft length, then with each of `lengths`; None for those that it chooses."""
     # Without and with speculation in turn, so that other load on the machine affects both.
     notes: list[str] = []
+    # Before the engines exist: the proposer that has its lengths has a cache as large as theirs.
+    chosen = subject.lengths()
     plain = subject.engine()
-    drafted = subject.engine(
-        lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append, subject.lengths)
-    )
+    drafted = subject.engine(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append, chosen))
     subject.reply(plain, prompts[0], 4)
     clocks = {False: _Clock(), True: _Clock()}
     records = []
@@ -134,9 +133,7 @@ def measure_speculation(
                 _, timing = subject.reply(engine, prompt, limit)
                 clocks[engine is drafted].add(timing)
             records.append(timing.record)
-    fixed = tuple(
-        result for length in lengths or subject.lengths for result in _fixed_length(subject, prompts, limit, length)
-    )
+    fixed = tuple(result for length in lengths or chosen for result in _fixed_length(subject, prompts, limit, length))
     return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
 
 

@@ -22,7 +22,7 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS
 from mycli.runtime.speculative.lookup import PromptLookup
-from mycli.runtime.speculative.proposers import DraftModel
+from mycli.runtime.speculative.proposers import DraftModel, Proposer
 from tests.support.command_line import Mycli
 from tests.support.paths import DRAFT, PICO
 
@@ -144,11 +144,17 @@ def test_the_textbook_is_reproduced() -> None:
 
 def test_compare_measures_both_ways(loaded: LoadedModel, draft: LoadedModel) -> None:
     asked = prompts(loaded.tokenizer)["stories"][:1]
-    found = measure_speculation(subject(loaded, draft), asked, 24, 1)
+    measured, made = subject(loaded, draft), list[int]()
+
+    def new_proposer() -> Proposer:
+        made.append(1)
+        return measured.new_proposer()
+
+    found = measure_speculation(replace(measured, new_proposer=new_proposer), asked, 24, 1)
+    assert len(made) == 2 + len(found.lengths), "one for the lengths, then one for each engine: each has a cache"
     assert found.plain > 0 and found.drafted > 0
     assert [one.drafted for one in found.lengths] == list(LENGTHS), "those that the engine makes"
-    lookup = replace(subject(loaded, draft), new_proposer=PromptLookup)
-    assert lookup.lengths == LONG_LENGTHS
+    assert replace(measured, new_proposer=PromptLookup).lengths() == LONG_LENGTHS
     assert all(one.acceptance > 0.5 and 1 < one.found <= 1 + one.drafted for one in found.lengths)
 
 

@@ -59,8 +59,10 @@ class Subject:
 
     def __init__(self) -> None:
         self.forgotten: list[int] = []
-        self.lengths = (4,)
         self._numbers = count()
+
+    def lengths(self) -> tuple[int, ...]:
+        return (4,)
 
     def engine(self, policy: Any = None) -> Any:
         number = next(self._numbers)
