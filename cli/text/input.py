@@ -1,6 +1,5 @@
 """Reads prompts and messages from the command line, files, pipes and the terminal, always as valid text."""
 
-import codecs
 import io
 import os
 import select
@@ -45,11 +44,11 @@ def prepare_streams() -> None:
 
 
 def decode(data: bytes, source: str, errors: str = "strict", hint: str = CONVERT) -> str:
-    """Decode UTF-8. Raises UsageError naming the first bad byte, unless `errors` is "replace"."""
+    """Decode UTF-8, without a byte-order mark. Raises UsageError naming the first bad byte if `errors` is "strict"."""
     if len(data) > MAX_BYTES:
         raise UsageError(f"{source}: larger than {MAX_BYTES >> 20} MiB", "shorten it")
     try:
-        return data.decode("utf-8", errors)
+        return data.decode("utf-8", errors).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{source}: not UTF-8 at byte {error.start}", hint) from None
 
@@ -61,7 +60,7 @@ def read_file(path: Path, errors: str = "strict", hint: str = CONVERT) -> str:
 
 def read_document(path: Path) -> str:
     """Read a regular text file of at most `MAX_DOCUMENT` bytes. Raises NotFoundError or UsageError naming it."""
-    return decode(read_input(path, MAX_DOCUMENT).removeprefix(codecs.BOM_UTF8), str(path))
+    return decode(read_input(path, MAX_DOCUMENT), str(path))
 
 
 def read_prompt(prompt: str | None, file: Path | None, errors: str, note: Callable[[str], None]) -> str:
@@ -112,7 +111,7 @@ def _standard_input(note: Callable[[str], None], silence: float | None) -> bytes
     data, noted = bytearray(), False
     while len(data) <= MAX_BYTES:  # one byte more than allowed: `decode` refuses it
         if not noted and not _readable(descriptor, PATIENCE):
-            note("waiting for the end of standard input, which is read too (to send none: < /dev/null)")
+            note("waiting for the end of standard input (to send none: < /dev/null)")
             noted = True
         if not _readable(descriptor, silence):
             raise UsageError(

@@ -60,6 +60,15 @@ def test_files_and_pipes_give_the_same_vectors(mycli: Mycli, model: Path, tmp_pa
     assert cut.shape == (1, 8)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_text(mycli: Mycli, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfHello there\n")
+    command = ("embed", str(model), "--device", "cpu")
+    plain = mycli(*command, input="Hello there\n")
+    assert plain.returncode == 0, plain.stderr
+    assert mycli(*command, str(tmp_path / "marked.txt")).stdout == plain.stdout
+    assert mycli(*command, input="\ufeffHello there\n").stdout == plain.stdout
+
+
 def test_empty_input_is_about_texts_not_about_a_prompt(mycli: Mycli, model: Path) -> None:
     for text in ("", " \n"):
         refused = mycli("embed", str(model), "--device", "cpu", input=text)
