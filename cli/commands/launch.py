@@ -164,3 +164,4 @@ def _server(call: Call, model: str | None, context: int | None) -> Iterator[tupl
             yield str(announced["url"]), str(announced.get("model", Path(model).name))
         finally:
             child.terminate()
+            child.wait()  # its pipe closes after that: to the server this is a second signal, which cuts replies off

@@ -21,6 +21,23 @@ echo "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_AUTH_TOKEN $OPENAI_API_BAS
 exit 7
 """
 
+# Ends while its second process still reads a reply.
+CLIENT = """#!{python}
+import json, os, sys, urllib.request
+begun, begin = os.pipe()
+if os.fork():
+    os.read(begun, 1)
+    sys.exit(7)
+fields = {{"model": "pico", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}}
+request = urllib.request.Request(os.environ["OPENAI_API_BASE"] + "/completions", json.dumps(fields).encode())
+request.add_header("content-type", "application/json")
+with urllib.request.urlopen(request) as response, open(os.environ["OUT"], "wb") as out:
+    out.write(response.readline())
+    os.write(begin, b"x")
+    for line in response:
+        out.write(line)
+"""
+
 
 @pytest.fixture
 def programs(tmp_path: Path) -> dict[str, str]:
@@ -62,6 +79,14 @@ def test_a_model_is_served_while_its_agent_runs(mycli_process: Mycli, programs: 
     done = mycli_process("launch", "claude", "--model", "pico", "--ctx", "256", env=programs)
     assert done.returncode == 7, done.stderr
     assert "pico any" in Path(programs["OUT"]).read_text() and mycli_process("ps").stdout == ""
+
+
+def test_a_reply_under_way_is_finished_when_the_agent_ends(mycli_process: Mycli, programs: dict[str, str]) -> None:
+    program = Path(programs["PATH"].partition(":")[0]) / "aider"
+    program.write_text(CLIENT.format(python=sys.executable))
+    done = mycli_process("launch", "aider", "--model", "pico", "--ctx", "2048", env=programs)
+    assert done.returncode == 7, done.stderr
+    assert Path(programs["OUT"]).read_text().endswith("data: [DONE]\n\n")
 
 
 def test_a_killed_launch_leaves_no_server(environment: dict[str, str], programs: dict[str, str]) -> None:
