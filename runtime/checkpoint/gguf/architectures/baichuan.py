@@ -1,4 +1,4 @@
-"""Baichuan 1 and 2, 7B: files hold a Llama, with the head as it is stored or divided; read only."""
+"""Baichuan 1 and 2, 7B: Llama under another name, with the head as the file has it; read only."""
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel

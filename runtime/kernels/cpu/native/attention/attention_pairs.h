@@ -46,7 +46,7 @@ template <typename T> struct PairPath : FloatPath<T> {
 
     static int64_t query_size(const Attention& a) { return a.head_dim / 2; }
     static int64_t weights_size() { return CHUNK / 2; }
-    static int64_t panel_size(const Attention& a) { return std::max(PANEL, CHUNK) / 2 * a.head_dim; }
+    static int64_t panel_size(const Attention& a) { return PANEL * query_size(a); }
     static int64_t packed_size(const Attention& a) { return CHUNK * a.head_dim; }
 
     static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {

@@ -96,7 +96,6 @@ template <typename T> struct LatentPairs : PairPath<T> {
             }
         });
     }
-
 };
 
 }  // namespace
