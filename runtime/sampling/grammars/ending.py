@@ -106,6 +106,10 @@ class Ending:
         """The tokens with which the ending may begin; several if tokens are prefixes of each other."""
         return [] if self.tokens is None else self._table.prefixes(self._symbols)
 
+    def follows(self, other: "Ending") -> bool:
+        """Return whether `other` ends with all of this ending, so that the tokens between brought it no nearer."""
+        return other._symbols[len(other._symbols) - len(self._symbols) :] == self._symbols
+
     def advance(self, token: int) -> None:
         """Update the ending after the parser consumed `token`."""
         if self.tokens is None:

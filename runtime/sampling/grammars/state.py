@@ -163,9 +163,12 @@ class GrammarState:
         self._pushed = None
         if self._ending.tokens is None or self.may_be_cut:
             return
-        if self._must_end() or self._must_close_reasoning():
+        must_end, share = self._must_end(), self._closing_share()
+        if (must_end or share) and self._needs_no_lead(int(masked.argmax())):
+            must_end, share = False, 0.0
+        if must_end or self._must_close_reasoning():
             forced = self._ending.next_tokens[-1]
-            if self._must_end() and int(masked.argmax()) != forced:
+            if must_end and int(masked.argmax()) != forced:
                 self._pushed = forced
             # The logit is not taken from `masked`: the mask has only the usual tokenization of forced text, but the
             # parser accepts others as well.
@@ -174,7 +177,7 @@ class GrammarState:
             return
         if self.complete:
             return
-        ends, share = [float(logits[token]) for token in self._table.ends if token < len(logits)], self._closing_share()
+        ends = [float(logits[token]) for token in self._table.ends if token < len(logits)]
         # Most tokens return here: the model wants to continue, and no limit is near.
         if max(ends, default=-math.inf) < float(masked.max()) - _NEGLIGIBLE and not share:
             return
@@ -241,6 +244,20 @@ class GrammarState:
 
     def _must_end(self) -> bool:
         return self._left() <= len(self._ending.tokens or ())
+
+    def _needs_no_lead(self, token: int) -> bool:
+        # One of several words, a digit or another key is not what has to be ended: if its own ending fits the limits,
+        # the model chooses. It also chooses how a reply begins for which the limit has no room.
+        length, left = len(self._ending.tokens or ()), self._left()
+        if self._limits.tokens is not None and self._limits.tokens - self._count < length - 1:
+            return True
+        branch = self._parser.deep_copy()
+        ending = self._ending.copy(branch)
+        if not branch.consume_token(token):
+            return False
+        ending.advance(token)
+        room = left - 1 if left >= length else left  # the last token may be that of the text, not the end token
+        return ending.tokens is not None and len(ending.tokens) <= room and not self._ending.follows(ending)
 
     def _must_close_reasoning(self) -> bool:
         length = len(self._ending.tokens or ())

@@ -133,6 +133,29 @@ def test_a_limit_without_room_for_an_ending_is_used_up(pico: Tokenizer) -> None:
     assert len(draw(pico, grammar, ReplyLimits(shortest(grammar) - 1))) == shortest(grammar) - 1
 
 
+@pytest.mark.parametrize("words", [("A", "B", "C", "D"), ("Tokyo", "Berlin", "Paris")], ids=["letters", "cities"])
+@pytest.mark.parametrize("form", ["choice", "enum"])
+def test_a_limit_does_not_choose_between_words_that_fit_it(pico: Tokenizer, words: tuple[str, ...], form: str) -> None:
+    """As for an evaluation that asks for one of four letters with max_tokens=1, and reads the answer of the model."""
+    if form == "enum":
+        words = tuple(f'"{word}"' for word in words)
+        grammar = grammar_of({"enum": [json.loads(word) for word in words]}, pico)
+    else:
+        grammar = Grammar.from_regex("|".join(words), pico, frozenset(pico.eos))
+    for word in words:
+        tokens = pico.encode(word, add_special=False)
+        for limit in (len(tokens), len(tokens) + 1, len(tokens) + 2, len(tokens) + 5, len(tokens) + 12):
+            state = grammar.start(ReplyLimits(limit))
+            ids: list[int] = []
+            for wanted in (*tokens, pico.eos[0])[:limit]:
+                logits = torch.zeros(1, SIZE)
+                logits[0, wanted] = 12.0
+                ids.append(state.accept(int(state.apply(logits).argmax())))
+            if limit > len(tokens) or len(tokens) == shortest(grammar) - 1:  # else only another word fits with its end
+                assert pico.decode(ids) == word and not state.shortened, limit
+            assert state.complete
+
+
 def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> None:
     state = grammar_of({"type": "string"}, pico).start()
     (word,) = pico.encode("a", add_special=False)
