@@ -1,16 +1,17 @@
 """Compares other quantizers with ours on the same model and the same calibration tokens.
 
-    PYTHONPATH=.links python -m tests.benchmarks.peers --compressor ENV/bin/python --llama FOLDER
-        [--model FOLDER] [--calibration-text FILE] [--held-out FILE]
+    PYTHONPATH=.links python -m tests.benchmarks.peers --compressor ENV/bin/python --gptqmodel ENV/bin/python
+        --auto-round ENV/bin/python --llama FOLDER [--model FOLDER] [--calibration-text FILE] [--held-out FILE]
 
-`--compressor` is the Python of an environment with llm-compressor (`pip install llmcompressor`), `--llama` the folder
-of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out, with a
-message. All results are read by the same evaluator: KL to the original on the held-out text, by default the package's.
-Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and head are not
-quantized.
+Each ENV is an environment with that program (`pip install llmcompressor`, `gptqmodel`, `auto-round`), `--llama` the
+folder of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out,
+with a message. All results are read by the same evaluator: KL to the original on the held-out text, by default the
+package's. Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and
+head are not quantized.
 """
 
 import argparse
+import os
 import platform
 import shutil
 import subprocess
@@ -37,7 +38,9 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
-CHILD = Path(__file__).with_name("compressor_child.py")
+CHILD = Path(__file__).with_name("peer_child.py")
+# Programs with environments of their own, and the methods that each is asked for.
+PROGRAMS = {"llm-compressor": ("rtn", "gptq"), "GPTQModel": ("gptq",), "auto-round": ("signround",)}
 TYPES = ["Q8_0", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS"]
 MIXED = [4.7, 3.85, 3.4375, 2.93]  # the bits per weight of llama.cpp's mixtures
 SCHEMES = [f"int{bits}-g{group}" for bits in (8, 4, 3, 2) for group in (128, 64, 32) if bits < 8 or group > 32]
@@ -77,26 +80,31 @@ def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
     return Made("mycli", how, packed_bits(target), target)
 
 
-def compressor(python: Path, shown: Shown, method: str, packing: Packing) -> Made:
-    """Quantize with llm-compressor. Raises RuntimeError with the end of its output."""
-    target, tokens = shown.folder / f"theirs-{method}-{packing.name}", shown.folder / "windows.pt"
+def theirs(program: str, python: Path, shown: Shown, method: str, packing: Packing) -> Made:
+    """Quantize with one of `PROGRAMS`, run by `python`. Raises RuntimeError with the end of its output."""
+    target, tokens = shown.folder / f"{program}-{method}-{packing.name}", shown.folder / "windows.pt"
     torch.save(shown.windows, tokens)
     numbers = str(packing.bits), str(packing.group_size)
-    command = [python, CHILD, shown.source.absolute(), tokens, target, *numbers, method]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=shown.folder)
+    command = [python, CHILD, program, shown.source.absolute(), tokens, target, *numbers, method]
+    workers = {"GPTQMODEL_CPU_WORKERS": "2"}  # with its default on two cores it does not start
+    done = subprocess.run(command, capture_output=True, text=True, cwd=shown.folder, env=os.environ | workers)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(shown.source / name, target / name)
-    return Made("llm-compressor", f"{method} {packing.name}", packed_bits(target), target)
+    return Made(program, f"{method} {packing.name}", packed_bits(target), target)
 
 
 def packed_bits(folder: Path) -> float:
-    """Return the bits per weight of the quantized linears of a compressed-tensors folder, scales included."""
+    """Return the bits per weight of the quantized linears of a compressed-tensors or GPTQ folder, scales included.
+
+    Zero points of GPTQ folders are left out: all are the middle of the grid.
+    """
     opened = open_model_folder(folder)
     config, packings = opened.config, opened.packings
     tensors = Manifest.open(folder).tensors
-    nbytes = sum(tensors[f"{name}.{part}"].nbytes for name in packings for part in ("weight_packed", "weight_scale"))
+    parts = [f"{name}.{part}" for name in packings for part in ("weight_packed", "weight_scale", "qweight", "scales")]
+    nbytes = sum(tensors[part].nbytes for part in parts if part in tensors)
     blocks = (config.layer(layer).products() for layer in range(config.layers))
     specs = [spec for block in blocks for group in block.values() for spec in group]
     assert {spec.name for spec in specs} == set(packings), "a linear is not quantized, or the head is"
@@ -137,15 +145,17 @@ def all_made(options: argparse.Namespace, shown: Shown, text: Tensor) -> Iterato
         print("llama.cpp: not installed (--llama)")
     else:
         yield from llama(options.llama, shown, text, options.types)
-    if options.compressor is None:
-        print("llm-compressor: not installed (--compressor)")
+    pythons = {"llm-compressor": options.compressor, "GPTQModel": options.gptqmodel, "auto-round": options.auto_round}
+    for program, python in pythons.items():
+        if python is None:
+            print(f"{program}: no environment given")
     for packing in packings:
-        if options.compressor and packing.bits < 8:
-            for method in ("rtn", "gptq"):
+        for program, methods in PROGRAMS.items():
+            for method in methods if pythons[program] and packing.bits < 8 else ():
                 try:
-                    yield compressor(options.compressor, shown, method, packing)
+                    yield theirs(program, pythons[program], shown, method, packing)
                 except RuntimeError as error:
-                    print(f"llm-compressor: no {method} {packing.name}: {error}")
+                    print(f"{program}: no {method} {packing.name}: {error}")
         for method in ("rtn", "gptq") if packing.bits < 8 else ("gptq",):
             yield ours(shown, Recipe(method, packing.bits, packing.group_size), f"{method} {packing.name}")
     for bits in options.target_bpw:
@@ -155,6 +165,8 @@ def all_made(options: argparse.Namespace, shown: Shown, text: Tensor) -> Iterato
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compressor", type=Path)
+    parser.add_argument("--gptqmodel", type=Path)
+    parser.add_argument("--auto-round", type=Path)
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--model", type=Path, default=PICO)
     parser.add_argument("--calibration-text", type=Path, help="default: the bundled text")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # Run in other environments, with packages installed there.
-ELSEWHERE = {"compressor_child", "transformers_child", "vllm_child", "vllm_plain"}
+ELSEWHERE = {"peer_child", "transformers_child", "vllm_child", "vllm_plain"}
 PROGRAMS = sorted(
     path.stem
     for path in Path(__file__).parent.glob("*.py")
