@@ -329,7 +329,7 @@ class Scheduler:
             if len(self.running) >= self.limits.running:
                 self._wait(branch)
                 continue
-            branch.table, branch.cached, branch.started = sequence.table.branch(), branch.prompt_length, True
+            branch.table, branch.cached, branch.started = sequence.table.branch(), sequence.cached, True
             branch.queued = sequence.queued
             self._run(branch)
             started.append(ScheduledSequence(branch, len(branch.tokens), 0))
