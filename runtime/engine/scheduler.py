@@ -27,7 +27,7 @@ from mycli.runtime.engine.stats import Counts
 # Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several
 # tokens in one call. 8 tokens cover the longest call.
 LOOKAHEAD_TOKENS = 8
-# A scored prompt keeps logits for every position (128 x 128,000 x 4 bytes = 64 MB), so its chunks are smaller.
+# Scored prompts keep logits for every position (128 x 128,000 x 4 bytes = 64 MB), so a pass has fewer tokens of them.
 SCORED_CHUNK_TOKENS = 128
 
 DraftBudget = Callable[[Sequence, int], int]  # draft tokens to verify for a sequence, at most the given number
@@ -152,7 +152,7 @@ class Scheduler:
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
         if not prefilling and not self.waiting:
             return []
-        budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
+        budget, scorable, scheduled = self.limits.chunk, SCORED_CHUNK_TOKENS, list[ScheduledSequence]()
         # A copy: reserving blocks may preempt some.
         running = deque(self._shares.ordered(prefilling, self.running))
         queue = list(self.waiting)  # a copy, too: those that are preempted in this pass wait for the next
@@ -168,10 +168,11 @@ class Scheduler:
                 sequence = running.popleft()
             else:
                 break
-            part, used = self._prefill_part(sequence, budget)
+            part, used = self._prefill_part(sequence, budget, scorable)
             budget -= used
             if part is not None:
                 scheduled.append(part)
+                scorable -= part.count if part.scored else 0
             elif sequence is waiting and sequence.status is not Status.RUNNING:
                 queue = []
         return scheduled
@@ -183,14 +184,15 @@ class Scheduler:
             return []  # keep the order: a shorter request behind it must not overtake
         return [other for other in queue if other.request.beams is None]
 
-    def _prefill_part(self, sequence: Sequence, budget: int) -> tuple[ScheduledSequence | None, int]:
+    def _prefill_part(self, sequence: Sequence, budget: int, scorable: int) -> tuple[ScheduledSequence | None, int]:
         """Schedule the next prompt tokens of a running sequence; return its part, and the budget that it takes."""
         room = self._room(sequence, budget)
         if room <= 0 or sequence.status is not Status.RUNNING:
             return None, 0
         restored = self._restore(sequence, room)
         # Without tokens if the restored prefix is enough work for a pass.
-        count = self._chunk_length(sequence, room - restored) if sequence.status is Status.RUNNING else 0
+        left = min(room - restored, scorable) if sequence.scored else room - restored
+        count = self._chunk_length(sequence, left) if sequence.status is Status.RUNNING else 0
         if not count or not self._reserve(sequence, sequence.table.length + count):
             return None, restored
         self._in_pass.add(sequence.id)
@@ -217,7 +219,7 @@ class Scheduler:
         return self.pool.available >= self.pool.blocks_for(len(sequence.tokens)) - len(sequence.table.blocks)
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
-        count = min(budget, SCORED_CHUNK_TOKENS if sequence.scored else budget, sequence.uncomputed)
+        count = min(budget, sequence.uncomputed)
         return sequence.table.chunk_end(sequence.table.length + count) - sequence.table.length
 
     def _admit(self, sequence: Sequence) -> bool:

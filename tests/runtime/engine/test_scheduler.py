@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Node, PrefixIndex
 from mycli.runtime.engine.scheduled import ScheduledSequence
-from mycli.runtime.engine.scheduler import Limits, Scheduler
+from mycli.runtime.engine.scheduler import SCORED_CHUNK_TOKENS, Limits, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
 from mycli.runtime.errors import UsageError
 from tests.support.engines import text_of
@@ -361,3 +361,17 @@ def test_the_time_before_the_first_turn_is_kept_through_a_preemption() -> None:
             if reason:
                 tight.finish(turn.sequence)
     assert tight.counts.preemptions == 1 and [one.queued for one in sequences] == [1.5, 1.5]
+
+
+def test_a_pass_keeps_logits_of_a_bounded_number_of_prompt_tokens() -> None:
+    machine = Scheduler(BlockPool(64, PrefixIndex(16)), Limits(512, 512, 16))
+    scored = [machine.submit(Request((index,) * 50, limit=1, prompt_logprobs=True)) for index in range(5)]
+    other = machine.submit(Request((9,) * 50, limit=1))
+    parts = machine.schedule()
+    assert sum(part.count for part in parts if part.scored) == SCORED_CHUNK_TOKENS
+    assert [(part.sequence, part.count) for part in parts] == [
+        (scored[0], 50),
+        (scored[1], 50),
+        (scored[2], 28),
+        (other, 50),
+    ]
