@@ -71,6 +71,10 @@ class BeamSearch:
         self.running = [beam for beam, _ in running]
         return [continuation for _, continuation in running] if self._continues(length) else []
 
+    def end_early(self) -> None:
+        """End the search with the next tokens, as if they reached the limit."""
+        self._limit = len(self.running[0].tokens) + 1
+
     @property
     def _full(self) -> bool:
         return len(self.finished) >= self.options.width

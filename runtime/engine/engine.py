@@ -222,8 +222,7 @@ class Engine:
             outputs += self._texts.step() if self._texts.waiting else []
             self.step_seconds = time.perf_counter() - began
             return outputs
-        while expired := self.scheduler.expired():  # a branch is queued, and so expires, when its sequence has ended
-            outputs += self._finish_all(expired[0], "deadline")
+        outputs += self._end_late()
         scheduled = self.scheduler.schedule(None if self.speculator is None else self._draft_budget)
         self._copy_blocks()
         self.step_seconds = 0.0
@@ -245,6 +244,21 @@ class Engine:
             self._cache_valid = True
         self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
         return outputs
+
+    def _end_late(self) -> list[SequenceOutput]:
+        """End sequences that wait past their deadline; replies that were preempted keep the tokens they have."""
+        outputs = list[SequenceOutput]()
+        # One at a time: the branches of a sequence are queued, and so can be late, when it has ended.
+        while late := next(filter(self._may_end, self.scheduler.late()), None):
+            outputs += self._finish_all(late, "length" if late.started and late.sampled else "deadline")
+        return outputs
+
+    def _may_end(self, sequence: RequestSequence) -> bool:
+        # A format is completed first, and a search ends with the next tokens of all its beams.
+        state = self._states[sequence.id]
+        if state.beams is not None:
+            return not state.beams.begun
+        return not sequence.started or state.sampler.may_be_cut
 
     def _draft_budget(self, sequence: RequestSequence, room: int) -> int:
         state = self._states[sequence.id]
@@ -290,6 +304,8 @@ class Engine:
             drafts = len(drafted.get(number, ()))
             outputs.append(self._advance(part, sampled.get(number, []), prompt_logprobs.get(number, ()), drafts))
         for part, group, rows_logits in groups:
+            if part.sequence.late(self._clock):
+                group.search.end_early()
             outputs += group.add(part.sequence.id, rows_logits, self._finish)
         if self.speculator is not None and scheduled[0].is_decode:
             results = [(output.sequence, output.drafted, output.accepted) for output in outputs]

@@ -112,8 +112,9 @@ class Scheduler:
         sequence.branches.append(branch)
         return branch
 
-    def expired(self) -> list[Sequence]:
-        return [sequence for sequence in self.waiting if not sequence.started and sequence.late(self._clock)]
+    def late(self) -> list[Sequence]:
+        """Return waiting sequences whose deadline has passed."""
+        return [sequence for sequence in self.waiting if sequence.late(self._clock)]
 
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
         """Return the work of the next pass in order of arrival; an empty list if nothing can run."""

@@ -1,5 +1,6 @@
 """Test beam search against transformers' `generate(num_beams=N)`, alone, batched, and when blocks run out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,3 +220,19 @@ def test_the_room_of_beams_is_what_is_left_of_the_cache_after_the_prompt() -> No
     ):
         with pytest.raises(UsageError, match=cause):
             beam_room(request, BeamOptions(2), blocks, 4)
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+def test_a_search_ends_at_the_deadline_with_the_beams_it_has(loaded: LoadedModel, early: Any) -> None:
+    now = [0.0]
+    prompt, shape = ids(loaded, PROMPTS[0]), CacheShape.paged(128, 512, 8)
+    machine = Engine(loaded.runner, shape, loaded.vocabulary_size, running=8, clock=lambda: now[0])
+    search = replace(request(loaded, prompt, (3, 40, 1.0, early)), deadline=9.0)
+    numbers = machine.submit_replies(search, 2)
+    for _ in range(5):
+        assert all(output.finish_reason is None for output in machine.step())
+    now[0] = 9.0
+    outputs = {output.sequence: output for output in machine.step()}
+    limited = searched(engine(loaded), [replace(search, limit=6, deadline=None)])[0][:2]
+    assert [list(outputs[number].tokens) for number in numbers] == limited
+    assert {outputs[number].finish_reason for number in numbers} == {"length"} and not machine.has_work

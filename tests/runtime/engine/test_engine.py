@@ -16,7 +16,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.request_state import RequestState
-from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.grammars.state import ReplyLimits
@@ -219,6 +219,22 @@ def test_waiting_ends_at_the_deadline(pico: ModelRunner) -> None:
     now[0] = 2.0
     assert [one.finish_reason for one in engine.step() if one.sequence == 1] == ["deadline"]
     assert drain(engine)[0][-1].finish_reason == "length"
+
+
+def test_a_preempted_reply_ends_at_the_deadline_with_the_tokens_it_has(pico: ModelRunner) -> None:
+    now = [0.0]
+    engine = Engine(pico, CacheShape(64, 6, 8), 4096, running=2, clock=lambda: now[0])
+    first = engine.submit(Request(tuple(PROMPT), limit=30))
+    second = engine.submit(Request(tuple(PROMPT[::-1]), limit=30, deadline=5.0))
+    outputs: dict[int, list[SequenceOutput]] = {first: [], second: []}
+    while not engine.stats.waiting or not engine.stats.preemptions:
+        for output in engine.step():
+            outputs[output.sequence].append(output)
+    now[0] = 5.0
+    (ended,) = [output for output in engine.step() if output.sequence == second]
+    assert (ended.finish_reason, ended.tokens) == ("length", ())
+    assert 1 < sum(len(output.tokens) for output in outputs[second]) < 30
+    assert drain(engine)[first][-1].finish_reason == "length"
 
 
 def test_all_replies_to_a_prompt_that_waited_too_long_end_without_a_token(pico: ModelRunner) -> None:

@@ -85,7 +85,7 @@ class World:
     def step(self, guess: "random.Random | None" = None) -> None:
         """Run one pass; with `guess`, tokens are drafted, some of them wrong."""
         self.steps += 1
-        for sequence in self.scheduler.expired():
+        for sequence in self.scheduler.late():
             self.end(sequence, "deadline")
         turns = self.scheduler.schedule((lambda _, room: guess.randint(0, min(3, room))) if guess else lambda *_: 0)
         for source, target in self.pool.take_copies():
@@ -345,9 +345,9 @@ def test_waiting_ends_at_the_deadline_and_running_does_not() -> None:
     second = patient.submit(Request((2,), limit=5, deadline=3.0))
     patient.advance(patient.schedule()[0], [0])
     now = 2.9
-    assert not patient.expired()
+    assert not patient.late()
     now = 3.0
-    assert patient.expired() == [second] and first.status is Status.RUNNING
+    assert patient.late() == [second] and first.status is Status.RUNNING
 
 
 def test_the_time_before_the_first_turn_is_kept_through_a_preemption() -> None:
