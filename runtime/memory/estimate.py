@@ -138,8 +138,8 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
 
 
 def logits_bytes(plan: MemoryPlan) -> int:
-    # Of the last token: as computed, in fp32, and four fp32 copies while sampling.
-    return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
+    # Of the last token of each sequence: as computed, in fp32, and four fp32 copies while sampling.
+    return (plan.running or plan.batch) * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
 
 
 def rope_bytes(plan: MemoryPlan) -> int:

@@ -268,6 +268,12 @@ def test_products_of_other_sizes_have_no_8_bit_copy() -> None:
     assert estimate(packed).workspace.dequantization == 2 * 4096 * 14344
 
 
+def test_every_sequence_that_shares_the_cache_has_logits() -> None:
+    eight = plan("Llama-2-7B", batch=8)
+    shared = estimate(replace(eight, running=32)).workspace.logits
+    assert shared == 4 * estimate(eight).workspace.logits == 32 * 32000 * (2 + 5 * 4)
+
+
 def test_parts_add_up_and_the_runtime_differs_by_target() -> None:
     result = estimate(plan("Llama-3.1-8B", INT4))
     parts = (result.weights, result.embeddings, result.cache, result.draft, result.workspace.total, result.runtime)
