@@ -250,7 +250,7 @@ class Engine:
         outputs = list[SequenceOutput]()
         # One at a time: the branches of a sequence are queued, and so can be late, when it has ended.
         while late := next(filter(self._may_end, self.scheduler.late()), None):
-            outputs += self._finish_all(late, "length" if late.started and late.sampled else "deadline")
+            outputs += self._finish_all(late, "length" if late.has_begun else "deadline")
         return outputs
 
     def _may_end(self, sequence: RequestSequence) -> bool:
@@ -258,7 +258,7 @@ class Engine:
         state = self._states[sequence.id]
         if state.beams is not None:
             return not state.beams.begun
-        return not sequence.started or state.sampler.may_be_cut
+        return not sequence.has_begun or state.sampler.may_be_cut
 
     def _draft_budget(self, sequence: RequestSequence, room: int) -> int:
         state = self._states[sequence.id]

@@ -27,7 +27,7 @@ from mycli.runtime.engine.stats import Counts
 # Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several
 # tokens in one call. 8 tokens cover the longest call.
 LOOKAHEAD_TOKENS = 8
-# Scored prompts keep logits for every position (128 x 128,000 x 4 bytes = 64 MB), so a pass has fewer tokens of them.
+# Scored prompts keep logits for every position (128 x 128,000 x 4 bytes = 64 MB), so a pass has fewer such tokens.
 SCORED_CHUNK_TOKENS = 128
 
 DraftBudget = Callable[[Sequence, int], int]  # draft tokens to verify for a sequence, at most the given number
@@ -113,7 +113,6 @@ class Scheduler:
         return branch
 
     def late(self) -> list[Sequence]:
-        """Return waiting sequences whose deadline has passed."""
         return [sequence for sequence in self.waiting if sequence.late(self._clock)]
 
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
@@ -329,11 +328,11 @@ class Scheduler:
         if branches:
             sequence.table.fill(sequence.tokens, len(sequence.tokens))
         for branch in branches:
+            branch.started, branch.cached, branch.queued = True, sequence.cached, sequence.queued
             if len(self.running) >= self.limits.running:
                 self._wait(branch)
                 continue
-            branch.table, branch.cached, branch.started = sequence.table.branch(), sequence.cached, True
-            branch.queued = sequence.queued
+            branch.table = sequence.table.branch()
             self._run(branch)
             started.append(ScheduledSequence(branch, len(branch.tokens), 0))
         return started

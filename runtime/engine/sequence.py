@@ -201,6 +201,10 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def has_begun(self) -> bool:
+        return self.started and self.sampled > 0
+
+    @property
     def uncomputed(self) -> int:
         return len(self.tokens) - self.table.length
 

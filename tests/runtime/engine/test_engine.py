@@ -268,8 +268,9 @@ def test_forks_come_before_the_first_token(pico: ModelRunner) -> None:
         engine.branch(number, 1)
 
 
-def test_replies_to_one_prompt_count_the_same_cached_tokens(pico: ModelRunner) -> None:
-    engine = paged(pico, 256)
+@pytest.mark.parametrize("running", [2, 8])
+def test_replies_to_one_prompt_count_the_same_cached_tokens(running: int, pico: ModelRunner) -> None:
+    engine = paged(pico, 256, running=running)
     for cached in (0, len(PROMPT) - 1):  # each reply computes the last token again
         engine.submit_replies(Request(tuple(PROMPT), limit=3), 3)
         counts = {output.cached_tokens for outputs in drain(engine).values() for output in outputs}
