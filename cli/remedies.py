@@ -113,6 +113,7 @@ REMEDIES: Mapping[str, str] = {
     "pull-online": "run it without --offline: mycli pull {model}",
     "search-hub": "search the hub: mycli search {words}; mycli list shows the models on this machine",
     "hub-candidates": "on the hub: {candidates} (download with mycli pull NAME); mycli search {words} finds more",
+    "finish-quantizing": "repeat the mycli quantize command to continue it, or delete it: mycli rm {model}.work",
     "remove-model": "remove it and quantize it again: mycli rm {model}",
     "fetch-anyway": "mycli cannot run it; --force downloads it for use in another program",
     "list-models": "mycli list shows the models on this machine",

@@ -123,6 +123,8 @@ def _find(model: str, offline: bool) -> Source:
         if model in store.model_folders():
             folder = store.data_dir() / "models" / model
             raise ModelError(f"{model} is damaged: {folder} has no config.json", code="remove-model")
+        if (store.data_dir() / "models" / f".{model}.work").is_dir():
+            raise NotFoundError(f"{model}: its quantization is not finished", code="finish-quantizing")
         suggestions = suggest_models(model)
         raise NotFoundError(
             f"{model}: no model of that name here{_did_you_mean(model)}",

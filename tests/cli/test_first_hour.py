@@ -197,6 +197,9 @@ def test_unfinished_work_is_listed_resumed_named_and_dropped(
     listed = mycli("list")
     assert "pico-draft-gptq-int4-g64.work" in listed.stdout and "1 finished block" in listed.stdout
     assert "mycli rm NAME" in listed.stderr and "mycli rm NAME" not in mycli("list", "--json").stderr
+    early = mycli("chat", "pico-draft-gptq-int4-g64")
+    assert early.returncode == 4 and "its quantization is not finished" in early.stderr
+    assert "mycli rm pico-draft-gptq-int4-g64.work" in early.stderr
     run = json.loads((work / "run.json").read_text())
     (work / "run.json").write_text(json.dumps({**run, "versions": {**run["versions"], "torch": "2.0"}}))
     other = mycli(*TINY, "--device", "cpu")

@@ -168,6 +168,13 @@ def test_paths_that_do_not_work(name: str, kind: type[UserError], words: str) ->
     assert isinstance(error, kind) and (words in error.message or "too long" in error.message)
 
 
+def test_a_model_whose_quantization_was_interrupted_is_named_as_that() -> None:
+    (store.data_dir() / "models" / ".tiny-gptq-int4-g128.work").mkdir(parents=True)
+    error = failure("tiny-gptq-int4-g128")
+    assert error.message == "tiny-gptq-int4-g128: its quantization is not finished"
+    assert error.exit_code == ExitCode.NOT_FOUND and error.code == "finish-quantizing"
+
+
 def test_offline_partial_snapshot_lists_what_is_missing() -> None:
     """D12."""
     folder = cached()
