@@ -21,6 +21,7 @@ from mycli.runtime.utils.files import LockedError, disk_errors, locked, write_at
 _RUN = "run.json"
 _LOCK = "lock"
 _BLOCKS = "block-*.safetensors"
+_DERIVED = {"sha256", "mix"}  # of calibration text: they change with the number and length of its windows
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,10 @@ def require_same_run(folder: Path, run: Mapping[str, Any]) -> None:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key in sorted({*old, *new}):
+    different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    for key in [key for key in different if key not in _DERIVED] or different:
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _differences(before, after, f"{prefix}{key} ")
-        elif before != after:
+        else:
             yield f"{prefix}{key} ({before} there, {after} now)"

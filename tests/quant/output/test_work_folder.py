@@ -66,6 +66,17 @@ def test_a_block_comes_back_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "work").exists()
 
 
+def test_a_difference_is_named_by_its_cause(tmp_path: Path) -> None:
+    text = {"samples": 128, "seq": 512, "sha256": "aa", "mix": {"code": 34, "languages": 17}}
+    with WorkFolder(tmp_path, {"calibration": text}):
+        pass
+    fewer = {**text, "samples": 8, "sha256": "bb", "mix": {"code": 2, "languages": 1}}
+    with pytest.raises(UsageError, match=r"differs in calibration samples \(128 there, 8 now\)$"):
+        require_same_run(tmp_path, {"calibration": fewer})
+    with pytest.raises(UsageError, match=r"differs in calibration sha256 \(aa there, bb now\)$"):
+        require_same_run(tmp_path, {"calibration": {**text, "sha256": "bb"}})
+
+
 @pytest.mark.parametrize("fault", ["D8-changed-recipe"])
 def test_work_of_another_run_is_refused(tmp_path: Path, fault: str) -> None:
     with WorkFolder(tmp_path, RUN) as work:
