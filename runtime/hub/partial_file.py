@@ -13,6 +13,7 @@ from typing import IO
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.hub.client import RESUMABLE, Hub, TransientError
 from mycli.runtime.hub.store import HubFile
+from mycli.runtime.utils.files import disk_errors
 from mycli.runtime.utils.units import human_bytes
 
 _CHUNK = 1 << 20
@@ -77,8 +78,9 @@ class PartialFile:
             try:
                 written = os.pwrite(self._stream.fileno(), chunk, position)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    with disk_errors(self._path.parent):
+                        raise
                 problem = f"{self._path.parent}: the disk is full, {human_bytes(self._file.size - self.done)} too early"
                 raise ResourceError(problem, f"free some space; {RESUMABLE}") from None
             position, chunk = position + written, chunk[written:]

@@ -20,6 +20,7 @@ _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOT
 _PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _FREE_SPACE = "free some space, or choose a folder on another disk"
+_SMALLER_FILES = "choose a folder on a disk that allows larger files (FAT32: less than 4 GiB); see also ulimit -f"
 
 
 def expand_user(path: str | Path) -> Path:
@@ -67,7 +68,7 @@ def disk_errors(target: Path) -> Iterator[None]:
         message = f"cannot write {target}: {error.strerror or error}"
         if error.errno in _PATH_ERRORS:
             raise UsageError(message, "choose another folder") from None
-        raise ResourceError(message, _FREE_SPACE) from None
+        raise ResourceError(message, _SMALLER_FILES if error.errno == errno.EFBIG else _FREE_SPACE) from None
 
 
 def require_writable(path: Path) -> None:

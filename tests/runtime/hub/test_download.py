@@ -265,19 +265,21 @@ def test_d1_too_little_space_is_known_before_the_start(
     assert fetch(server, force=True).folder.is_dir()
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG], ids=["disk", "file"])
 def test_d2_a_disk_that_fills_up_leaves_something_to_go_on_with(
-    server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch
+    server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     server.add(REPO, FILES)
     real = os.pwrite
 
     def full(descriptor: int, data: bytes, at: int) -> int:
         if len(data) > 10000:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(code, os.strerror(code))
         return real(descriptor, data, at)
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert isinstance(failing(server), ResourceError)
+    error = failing(server)
+    assert isinstance(error, ResourceError) and ("the disk is full" in error.message) == (code == errno.ENOSPC)
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_CACHE", str(folders))
     assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS

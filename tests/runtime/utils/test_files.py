@@ -83,6 +83,12 @@ def test_a_failing_write_leaves_the_old_contents_and_no_other_file(
     assert (tmp_path / "f").read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_limit_of_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="File too large") as caught, disk_errors(tmp_path / "f"):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert "allows larger files" in caught.value.hint and "free" not in caught.value.hint
+
+
 def test_a_missing_folder_is_another_path_to_choose(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write"), disk_errors(tmp_path / "none" / "f"):
         write_atomic(tmp_path / "none" / "f", b"x")
