@@ -57,7 +57,7 @@ def chat(
     overflow_policy = options.choice("--overflow", overflow, get_args(Overflow))
     if think not in (None, "on", "off"):
         raise UsageError(f"--think {think} is not supported", "--think takes: on, off")
-    sampling.check()
+    sampling.check(call.out.warn)
     conversation = Conversation()
     session_file = None
     if session is not None:

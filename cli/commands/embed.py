@@ -10,7 +10,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import load_engine
 from mycli.cli.text.input import read_file, read_standard_input
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.utils.files import require_writable, write_atomic
 from mycli.runtime.utils.json_fields import strict_json
 from mycli.runtime.utils.units import pluralize
@@ -72,6 +72,8 @@ def embed(
 
 def _texts(call: Call, file: str) -> Sequence[str]:
     source = "standard input" if file == "-" else file
+    if file != "-" and not Path(file).exists():
+        raise NotFoundError(f"{file}: no such file", "name a file, or pipe the texts: echo TEXT | mycli embed MODEL")
     content = read_standard_input(call.out.note) if file == "-" else read_file(Path(file))
     lines = content.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines

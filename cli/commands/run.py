@@ -93,7 +93,7 @@ def run(
     if recording.resume is not None:
         return _resume(call, recording, prefix_cache, escapes)
     _check_options(call, source, grammar, reasoning, samples, logprobs)
-    sampling.check()
+    sampling.check(call.out.warn)
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
     if receipt is not None:

@@ -1,5 +1,6 @@
 """Records of related options: `cli.command` gives a command all options of a record, `resolve` returns settings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -22,6 +23,7 @@ from mycli.runtime.utils.files import expand_user
 from mycli.runtime.utils.json_fields import strict_json
 
 _DEFAULT = "the model's"
+_HOT = 2.0  # the largest temperature of OpenAI's API; llama.cpp's -t is the number of threads
 # The cache has room for at most 8 contexts of full length, however many replies share it: few replies are that long.
 FULL_LENGTH = 8
 MAX_SEQUENCES = 32  # replies that a server generates concurrently
@@ -221,8 +223,8 @@ class SamplingFlags:
         list[str] | None, options.option("--stop", "TEXT", "End the reply before this text; repeatable.")
     ] = None
 
-    def check(self) -> None:
-        """Raise UsageError for an invalid value, before the model is loaded."""
+    def check(self, warn: Callable[[str], None]) -> None:
+        """Raise UsageError for an invalid value, before the model is loaded; pass an unlikely one to `warn`."""
         try:
             self.resolve(GenerationDefaults())
         except UsageError as error:
@@ -231,6 +233,8 @@ class SamplingFlags:
                 raise
             option = f"--{setting.replace('_', '-')}"
             raise error.with_message(option + error.message.removeprefix(setting)) from None
+        if self.temperature is not None and self.temperature > _HOT:
+            warn(f"temperature {self.temperature:g} makes replies random; the option for CPU threads is --threads")
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return these settings; those not given come from the model, then greedy. Raises UsageError."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from mycli.runtime.errors import UsageError
 
-# Options of llama.cpp, mlx-lm, vLLM and SGLang that take the same value -> ours.
+# Options of llama.cpp, mlx-lm, vLLM and SGLang, and parameters of Ollama, that take the same value -> ours.
 EQUIVALENT_OPTIONS = {
     "--adapter-path": "--adapter",
     "--chat-template-file": "--chat-template",
@@ -21,6 +21,9 @@ EQUIVALENT_OPTIONS = {
     "--mlx-path": "--output",
     "--model-draft": "--draft",
     "--n-predict": "--max-tokens",
+    "--num-ctx": "--ctx",
+    "--num-predict": "--max-tokens",
+    "--num-thread": "--threads",
     "--outfile": "--output",
     "--parallel": "--max-sequences",
     "--predict": "--max-tokens",
@@ -56,6 +59,7 @@ FOREIGN_OPTIONS = {
     "--enable-prefix-caching": _ALWAYS,
     "--enforce-eager": "omit it: no option chooses how the model runs; mycli doctor MODEL shows it",
     "--flash-attn": _ATTENTION,
+    "--format": "--json-mode, or --schema FILE",
     "--gpu-layers": _WHOLE,
     "--gpu-memory-utilization": "--ctx N: the length of the context decides the memory of the KV cache",
     "--hf-path": _MODEL,
@@ -77,6 +81,7 @@ FOREIGN_OPTIONS = {
     "--n-gpu-layers": _WHOLE,
     "--no-display-prompt": _STDOUT,
     "--no-mmap": _MEMORY,
+    "--num-gpu": _WHOLE,
     "--outtype": "mycli export MODEL --to gguf:TYPE",
     "--prompt": _PROMPT,
     "--quantization": "omit it: the files of the model name their format",

@@ -78,6 +78,8 @@ def _spellings(command: str) -> set[str]:
             "type and file are options: mycli quantize MODEL --bits q4_k_m -o FILE.gguf",
         ),
         (("export", "pico", "--to", "gguf:Q4_K_M", "-o", "x.gguf"), "mycli quantize pico --bits q4_k_m"),
+        (("export", "pico", "--to", "q4_k_m", "-o", "x.gguf"), "mycli quantize pico --bits q4_k_m"),
+        (("run", "pico", "hi", "--format", "json"), "--json-mode, or --schema FILE"),
         (("quantize", "pico", "--bits", "5", "--dry-run"), "--bits takes: 8, 4, 3, 2, q4_0,"),
         (
             ("verify", "pico"),

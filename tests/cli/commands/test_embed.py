@@ -164,6 +164,12 @@ def test_mistakes_are_named(
     assert done.returncode == code and words in done.stderr, done.stderr
 
 
+def test_a_text_in_place_of_a_file_is_shown_the_pipe(mycli: Mycli) -> None:
+    done = mycli("embed", "pico", "Hello there")
+    assert done.returncode == 4 and "Hello there: no such file" in done.stderr
+    assert "echo TEXT | mycli embed MODEL" in done.stderr
+
+
 def test_a_generative_model_is_refused(mycli: Mycli) -> None:
     done = mycli("embed", "pico", "--device", "cpu", input="a")
     assert done.returncode == 3 and "computes no embeddings" in done.stderr and "mycli embed" in done.stderr

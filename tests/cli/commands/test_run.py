@@ -67,6 +67,11 @@ def test_raw_continues_the_text(mycli: Mycli) -> None:
     assert told.returncode == 0 and told.stdout.strip()
 
 
+def test_a_number_of_threads_as_temperature_is_warned_of(mycli: Mycli) -> None:
+    hot, warm = (mycli("run", "pico", "Hi", "-t", value, "-n", "1", "--device", "cpu").stderr for value in "82")
+    assert "warning: temperature 8 " in hot and "--threads" in hot and "warning: temperature" not in warm
+
+
 def test_seeds_repeat(mycli: Mycli) -> None:
     def tell(seed: str) -> str:
         call = ("run", "pico", "Tell me a story.", "-n", "30", "-t", "1", "--seed", seed, "--device", "cpu", "-q")
