@@ -178,18 +178,14 @@ class _Copy:
         if recipe.tune and self.calibration is not None and len(self.calibration.windows) < HELD_OUT_EVERY:
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(self.calibration.windows)}", code="more-samples")
-        run = (
-            {}
-            if self.calibration is None
-            else model_card.identify(asdict(recipe), self.calibration, how.placement, work.need.at_once)
-        )
-        if not how.restart:
+        run = model_card.identify(asdict(recipe), self.calibration, how.placement, work.need.at_once)
+        if not how.restart and self.calibration is not None:
             check_work_folder(finished_in, run)  # now and not only below: hashing the source may take minutes
         self._origin = stack.enter_context(how.shared.digests(folder))
         self.finished: WorkFolder | None = None
         self.journal: OutputWork | None = None
         if in_place:
-            run = {**(run or model_card.identify_dataless(asdict(recipe))), "source": self._origin.result()}
+            run = {**run, "source": self._origin.result()}
             self.finished = self.journal = stack.enter_context(OutputWork(finished_in, run, restart=how.restart))
         self._writer = stack.enter_context(
             CheckpointWriter(

@@ -62,11 +62,6 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     return replace(work.recipe, kinds=kinds)
 
 
-def kinds_of_rows(columns: int) -> tuple[str, ...]:
-    """Return the types to choose from for rows of `columns` values, by size."""
-    return _NARROW_KINDS if columns % TYPES_BY_NAME["Q4_K"].block else KINDS
-
-
 def spend(choices: list[KindChoice], budget: int) -> list[str]:
     """Return the type of each choice; `budget`: bytes beyond the smallest types. Raises UsageError below 0."""
     if budget < 0:
@@ -88,7 +83,8 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
     for share, linears in zip(shares, groups, strict=True):
         shapes = [(linear.out_features, linear.in_features) for linear in linears]
         weights = [source.read(f"{linear.name}.weight")[:_SAMPLED_ROWS].float() for linear in linears]
-        errors = {kind: _error(weights, kind) for kind in kinds_of_rows(shapes[0][1])}
+        kinds = _NARROW_KINDS if shapes[0][1] % TYPES_BY_NAME["Q4_K"].block else KINDS
+        errors = {kind: _error(weights, kind) for kind in kinds}
         grid = Grid(Packing(bits, _GROUP), torch_dtype(config.dtype))
         at_low = sum(relative_error(weight, round_to_nearest(weight, grid)[0], grid) for weight in weights) or 1.0
         choices.append(

@@ -97,8 +97,12 @@ def _versions() -> dict[str, str]:
     return {"mycli": version(), "torch": torch.__version__, "python": platform.python_version()}
 
 
-def identify(recipe: Mapping[str, Any], calibration: Calibration, placement: Placement, at_once: int) -> dict[str, Any]:
-    """The properties that two runs must share for one to continue the other, besides the hashes of the source."""
+def identify(
+    recipe: Mapping[str, Any], calibration: Calibration | None, placement: Placement, at_once: int
+) -> dict[str, Any]:
+    """Return what two runs must share for one to continue the other, besides the hashes of the source."""
+    if calibration is None:
+        return {"recipe": recipe, "versions": _versions()}
     return {
         "recipe": recipe,
         "calibration": _describe(calibration),
@@ -106,11 +110,6 @@ def identify(recipe: Mapping[str, Any], calibration: Calibration, placement: Pla
         "device": f"{placement.device.type}, {placement.dtype}",
         "tokens per pass": at_once,  # the memory limit decides it, and it changes the rounding of sums
     }
-
-
-def identify_dataless(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `identify` returns, for a method without data."""
-    return {"recipe": recipe, "versions": _versions()}
 
 
 def _describe(calibration: Calibration) -> dict[str, Any]:
