@@ -203,12 +203,12 @@ class StreamedModel:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
+        """Return logits fp32 [rows, vocabulary] on the device; `hidden` [rows, hidden]: the last block's output."""
         return finish_logits(self.head(self.normed(hidden)), self.config)
 
     def head_gradient(self, stream: Tensor, loss: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The gradient fp32 of a loss by the stream [windows, tokens, hidden] after the last block."""
-        # `loss` gets the index of a window and its log-probabilities [tokens, vocabulary].
+        """Return the gradient fp32 of a loss with respect to `stream` [windows, tokens, hidden]."""
+        # `stream` is the last block's output; `loss` gets the index of a window and its scores [tokens, vocabulary].
         gradient = torch.empty(stream.shape)
         for index, hidden in enumerate(stream):
             x = hidden.clone().to(self.placement.device).requires_grad_()

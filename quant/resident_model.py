@@ -28,6 +28,6 @@ class ResidentModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [rows, vocabulary] for rows of `hidden`."""
+        """Return logits fp32 [rows, vocabulary] for hidden states [rows, hidden]."""
         model = self._runner.model
         return finish_logits(model.head(hidden), self.config, model.portable)

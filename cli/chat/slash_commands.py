@@ -103,7 +103,7 @@ class SlashCommands:
         return {
             "top_k": int,
             "seed": lambda text: None if text == "random" else int(text),
-            **{key: float for key in ("temperature", "top_p", "min_p", *PENALTIES)},
+            **dict.fromkeys(("temperature", "top_p", "min_p", *PENALTIES), float),
         }
 
     def _think(self, value: str) -> None:

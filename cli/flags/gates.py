@@ -36,7 +36,7 @@ class Gates:
 
     @property
     def measured(self) -> bool:
-        """Whether a limit needs a quality measurement."""
+        """Return True if a limit needs a quality measurement."""
         return self.max_kl is not None or self.max_call_loss is not None
 
     def check_values(self, report: str) -> None:

@@ -35,7 +35,7 @@ class EstimateSubject:
 
     @property
     def scheme_name(self) -> str:
-        """int4-g128, several names joined by +, or the dtype of a dense model."""
+        """The names of the packings, such as int4-g128, joined by +; for a dense model its dtype."""
         names = sorted({packing.name for packing in self.plan.packings.values()})
         return "+".join(names) or self.plan.dtype or self.plan.config.dtype
 

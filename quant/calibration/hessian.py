@@ -78,7 +78,7 @@ class ObservedBlock:
 
 @contextmanager
 def reduced_precision(device: torch.device) -> Iterator[None]:
-    """fp32 products of inputs rounded to bf16 (CPU) or TF32 (CUDA), summed in fp32: several times as fast."""
+    """Round the inputs of fp32 products to bf16 (CPU) or TF32 (CUDA), several times as fast; sums stay fp32."""
     # Precise enough: the sampling error of calibration is far larger (docs/quantization.md).
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     before = backend.matmul.fp32_precision

@@ -108,7 +108,7 @@ def _spans(text: bytes, prompt: CallPrompt) -> tuple[set[int], set[int]]:
 
 
 def is_valid(calls: Calls, tools: Sequence[Tool]) -> bool:
-    """Whether there is a call, and each names one of `tools` and has arguments that its schema allows."""
+    """Return True for one or more calls that each name one of `tools` and have arguments that its schema allows."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     return bool(calls) and all(name in functions and _fits(text, functions[name]) for name, text in calls)
 
