@@ -88,6 +88,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.refused,
         sum(piece.reasoning_tokens for piece in pieces),
         max(piece.prompt_tokens for piece in pieces),
+        tuple(entry for piece in pieces for entry in piece.text_logprobs),
     )
 
 

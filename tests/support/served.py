@@ -268,7 +268,8 @@ class ScriptedEngine:
             reason: Any = "stop" if end else "length" if one.request.limit == 0 else None
             scored = one.request.prompt[1:] if one.request.prompt_logprobs and one.fresh else ()
             told, one.fresh = tuple(TokenLogprob(each, -1.0, ()) for each in scored), False
-            outputs.append(SequenceOutput(one.sequence, tuple(token), (), told, reason))
+            scores = tuple(TokenLogprob(each, -1.0, ()) for each in token) if one.request.logprobs is not None else ()
+            outputs.append(SequenceOutput(one.sequence, tuple(token), scores, told, reason))
             if reason is not None:
                 self._running.remove(one)
         return outputs

@@ -30,7 +30,7 @@ class Piece:
     token that completed a stop string; end: None while the reply continues; stop: the stop string that ended it;
     problem: the message if `end` is "error"; refused: the request itself is the cause; vector: of a text to embed, or
     scores of tokens; reasoning_tokens: the number of `tokens` that are reasoning, its tags included; prompt_tokens: as
-    in `SequenceOutput`.
+    in `SequenceOutput`; text_logprobs: those of the tokens of text, each with the number of calls before it.
     """
 
     index: int = 0
@@ -47,6 +47,7 @@ class Piece:
     refused: bool = False
     reasoning_tokens: int = 0
     prompt_tokens: int = 0
+    text_logprobs: "tuple[tuple[int, TokenLogprob], ...]" = ()
 
     @property
     def content(self) -> str:
@@ -140,12 +141,18 @@ class ReplyReader:
         # the tags belongs to neither.
         self._reasoned, self._reasoning_begun, self._content_begun = False, False, False
         self._after_call = False
+        self._calls = 0  # begun so far
+        # Log-probabilities of tokens that may be text or a mark, and those of text.
+        self._undecided: list[TokenLogprob] = []
+        self._text_logprobs: list[tuple[int, TokenLogprob]] = []
 
     def feed(self, output: SequenceOutput) -> Piece:
         """Return what one output adds to the reply. The reply is over when the piece has an `end`."""
         count, reasoning_tokens, stopped, text = 0, 0, False, ""
         splits = []
         for token in output.tokens:
+            if output.logprobs:
+                self._undecided.append(output.logprobs[count])
             count += 1
             text, stopped = self._matcher.feed(self._decoder.feed(token))
             if stopped:
@@ -161,6 +168,7 @@ class ReplyReader:
         if ended:
             reasoning_tokens += stopped and self._reasons
             splits.append(self._split(text, True))
+        text_logprobs, self._text_logprobs = tuple(self._text_logprobs), []
         return Piece(
             self.index,
             join_parts([part for parts, _ in splits for part in parts]),
@@ -175,6 +183,7 @@ class ReplyReader:
             refused=isinstance(output.error, UsageError),
             reasoning_tokens=reasoning_tokens,
             prompt_tokens=output.prompt_tokens,
+            text_logprobs=text_logprobs,
         )
 
     @property
@@ -194,6 +203,8 @@ class ReplyReader:
     def _split(self, text: str, ended: bool) -> "tuple[list[str | ToolCall], str]":
         # The content with the calls in it, and the reasoning.
         if self._reasoning is None:
+            if text:
+                self._decide(text=True)
             return [text] if text else [], ""
         from mycli.runtime.tokenizer.parsing.reasoning_parser import Part
 
@@ -201,28 +212,43 @@ class ReplyReader:
         reasoning = ""
         for item in self._parse(self._reasoning, text, ended):
             if isinstance(item, Part):
+                self._decide(text=False)
                 self._reasoned = True
                 reasoning += self._thought(item)
             elif isinstance(item, str):
                 if self._reasoned and not self._content_begun:
                     item = item.lstrip()  # the blank line between reasoning and content
                 if item:
+                    self._decide(text=True)
                     # The parser drops white space around calls; interfaces with a single text would glue the parts.
                     parts.append(f"\n{item}" if self._after_call and self._content_begun else item)
                     self._content_begun, self._after_call = True, False
             else:
+                self._decide(text=False)
+                self._calls += bool(item.name)
                 parts.append(item)
                 self._after_call = True
         return parts, reasoning
+
+    def _decide(self, text: bool) -> None:
+        # A token that completes both text and something else counts for what it completes first.
+        if not self._undecided:
+            return
+        if text:
+            self._text_logprobs += [(self._calls, logprob) for logprob in self._undecided]
+        self._undecided = []
 
     def _parse(self, reasoning: "ReasoningParser", text: str, ended: bool) -> "Iterator[Part | str | ToolCall]":
         for part in reasoning.feed(text) + (reasoning.flush() if ended else []):
             if part.reasoning:
                 yield part
             elif part.mark:
-                continue
+                self._decide(text=False)
             else:
+                in_call = self._tools is not None and self._tools.in_call
                 yield from self._content(part.text if self._recipient is None else self._recipient.feed(part.text))
+                if in_call:  # the rest is of its closing mark
+                    self._decide(text=False)
         if ended and self._recipient is not None:
             yield from self._content(self._recipient.feed("", ended=True))
         if self._tools is not None and ended:

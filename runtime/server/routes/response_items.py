@@ -30,7 +30,8 @@ class OutputItems:
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._arguments = ""  # of the open call
-        self._pending: list[TokenLogprob] = []  # of tokens whose text has not come
+        self._calls = 0
+        self._pending: list[tuple[int, TokenLogprob]] = []  # of text after a number of calls
 
     def all(self) -> list[dict[str, Any]]:
         """Return the items so far."""
@@ -38,7 +39,7 @@ class OutputItems:
 
     def add(self, piece: Piece) -> Iterator[Event]:
         """Add a piece and return its events."""
-        self._pending += piece.logprobs[piece.reasoning_tokens :]  # reasoning comes before text
+        self._pending += piece.text_logprobs
         if piece.reasoning:
             yield from self._grow("reasoning", piece.reasoning)
         for part in piece.parts:
@@ -53,7 +54,8 @@ class OutputItems:
             ids = {"id": self._ids.next(prefix), "call_id": self._ids.next("call_")}
             item = {"type": kind, **ids, "name": identity.name, **space}
             self._open = {**item, "input" if identity.custom else "arguments": "", "status": "in_progress"}
-            self._arguments, self._pending = "", []
+            self._arguments = ""
+            self._calls += 1
             yield "response.output_item.added", {"output_index": len(self._done), "item": {**self._open}}
         assert self._open is not None
         self._arguments += call.arguments
@@ -84,9 +86,9 @@ class OutputItems:
         part["text"] += text
         extra: dict[str, Any] = {}
         if kind == "message":
-            extra = {"logprobs": self._logprobs(self._pending)}
+            extra = {"logprobs": self._logprobs([entry for calls, entry in self._pending if calls == self._calls])}
             part["logprobs"] = part["logprobs"] + extra["logprobs"]
-            self._pending = []
+            self._pending = [(calls, entry) for calls, entry in self._pending if calls > self._calls]
         yield f"response.{_PARTS[kind]}.delta", {**self._place(), "delta": text, **extra}
 
     def close(self, status: str = "completed") -> Iterator[Event]:

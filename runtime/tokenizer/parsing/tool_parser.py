@@ -156,6 +156,12 @@ class ToolParser:
     def called(self) -> bool:
         return self._started > 0
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun whose end has not come."""
+        stream = self._stream
+        return stream is not None and (isinstance(stream, ArgumentStream) or stream.started)
+
     def feed(self, text: str) -> list[str | ToolCall]:
         """Return the texts and calls decided by `text`, in order, none empty."""
         self._text += text

@@ -1,44 +1,60 @@
 """Test that log-probabilities of a response are those of its text, however its tokens come."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
-from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.server.recording import ReplyIds
-from mycli.runtime.server.routes.response_items import OutputItems
-from mycli.runtime.server.streaming import merged
+from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.server.http.settings import ServerSettings
+from tests.support.served import ScriptedEngine, serving
 
-# Two tokens of reasoning and its closing tag, then two of text.
-PIECES = [
-    Piece(reasoning="Hm. ", tokens=(1,), reasoning_tokens=1),
-    Piece(reasoning="Yes.", tokens=(2,), reasoning_tokens=1),
-    Piece(tokens=(3,), reasoning_tokens=1),
-    Piece(parts=("Four",), tokens=(4,)),
-    Piece(parts=(".",), tokens=(5,), end="stop"),
-]
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+LATER_CALL = CALL.replace('"a"', '"b"')
+TOOL = {
+    "type": "function",
+    "name": "read",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+# Reply -> the texts of its messages.
+REPLIES = {
+    "reasoning": ("<think>\nHm. Yes.\n</think>\n\nFour.", ["Four."]),
+    "call": (CALL, []),
+    "text-call": (f"Let me see.\n{CALL}", ["Let me see."]),
+    "text-call-text": (f"Let me see.\n{CALL}\nThat is all.", ["Let me see.", "That is all."]),
+    "reasoning-text-calls": (f"<think>Hm.</think>Let me see.\n{CALL}\n{LATER_CALL}", ["Let me see."]),
+    "not-a-call": ("So <tool_call>\nnone\n</tool_call> it is.", ["So <tool_call>\nnone\n</tool_call> it is."]),
+}
 
 
-def _with_logprobs(piece: Piece) -> Piece:
-    logprobs = tuple(TokenLogprob(token, -1.0, ()) for token in piece.tokens)
-    return Piece(
-        0, piece.parts, piece.reasoning, piece.tokens, logprobs, end=piece.end, reasoning_tokens=piece.reasoning_tokens
-    )
+class _Hasty(ScriptedEngine):
+    """Generates a whole reply in one step, as several accepted tokens of a draft come."""
+
+    def step(self) -> Sequence[SequenceOutput]:
+        outputs = []
+        while self.has_work:
+            outputs += super().step()
+        tokens = tuple(token for output in outputs for token in output.tokens)
+        logprobs = tuple(logprob for output in outputs for logprob in output.logprobs)
+        return [dataclasses.replace(outputs[-1], tokens=tokens, logprobs=logprobs)]
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["streamed", "whole"])
+@pytest.mark.parametrize("engine", [ScriptedEngine, _Hasty], ids=["single-tokens", "one-step"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("hidden", [False, True], ids=["shown", "hidden"])
-def test_reasoning_has_no_logprobs(whole: bool, hidden: bool) -> None:
-    def logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return [{"token": entry.token} for entry in tokens]
-
-    items = OutputItems({}, logprobs, ReplyIds.random("resp_"))
-    pieces = [_with_logprobs(piece) for piece in PIECES]
-    for piece in merged(pieces) if whole else pieces:
-        list(items.add(Piece(**{**vars(piece), "reasoning": "" if hidden else piece.reasoning})))
-    list(items.close())
-    *_, message = items.all()
-    assert message["content"][0]["text"] == "Four."
-    assert message["content"][0]["logprobs"] == [{"token": 4}, {"token": 5}]
+@pytest.mark.parametrize("reply", REPLIES)
+def test_only_text_has_logprobs(
+    reasoning: LoadedModel, reply: str, hidden: bool, stream: bool, engine: type[ScriptedEngine]
+) -> None:
+    written, texts = REPLIES[reply]
+    ids = reasoning.tokenizer.encode(written, add_special=False, allow_special=True)
+    body = {"input": "Go", "tools": [TOOL], "top_logprobs": 1, "include_reasoning": not hidden, "stream": stream}
+    with serving(reasoning, engine(lambda request: ids), ServerSettings(("pico",))) as served:
+        answer = served.ask("POST", "/v1/responses", body)
+        assert answer.status == 200, answer.body
+        output = (answer.events[-1]["response"] if stream else answer.json)["output"]
+        parts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert [part["text"].strip() for part in parts] == texts
+        for part in parts:
+            assert "".join(entry["token"] for entry in part["logprobs"]).strip() == part["text"].strip()
