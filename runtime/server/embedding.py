@@ -55,11 +55,10 @@ def embedder_of(service: Service) -> Embedder:
     return service.loaded.embedder
 
 
-def embedding_ids(service: Service, text: str, prompt: str, truncate: bool, place: str) -> list[int]:
-    """Return the token ids of a text with its prompt. Raises ApiError for a text that does not fit."""
+def embedding_ids(service: Service, text: str, prompt: str, longest: int | None, place: str) -> list[int]:
+    """Return the token ids of a text with its prompt, cut to `longest`. Raises ApiError if they do not fit."""
     ids = [*service.text_prompt(prompt + text), *service.loaded.tokenizer.missing_eos]
-    longest = embedder_of(service).spec.longest(service.context)
-    if truncate and len(ids) > longest:
+    if longest is not None and len(ids) > longest:
         # The last token stays: models that pool the last token are trained with the end token that the tokenizer adds.
         ids = [*ids[: longest - 1], ids[-1]]
     check_text(service, ids, place)

@@ -156,10 +156,19 @@ class Service(ServerState):
         except UserError as error:
             raise from_user_error(error, "prompt") from None
 
-    def pair_prompt(self, first: str, second: str, param: str) -> TextPair:
+    def pair_prompt(self, first: str, second: str, longest: int | None, param: str) -> TextPair:
         """Return the tokens of two texts as a reranker reads them. Raises ApiError about `param`."""
         try:
-            return self.loaded.tokenizer.encode_pair(first, second)
+            return self.loaded.tokenizer.encode_pair(first, second, longest)
+        except UserError as error:
+            raise from_user_error(error, param) from None
+
+    def beginning(self, text: str, tokens: int | None, param: str) -> str:
+        """Return the beginning of a text that has at most `tokens` tokens, None for all. Raises ApiError."""
+        if not tokens:
+            return text
+        try:
+            return self.loaded.tokenizer.beginning(text, tokens)
         except UserError as error:
             raise from_user_error(error, param) from None
 

@@ -82,11 +82,32 @@ class Pipeline:
             return _call(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)[1:]
         return _call(lambda: list(tokenizer.encode(text, add_special_tokens=False).ids))[1:]
 
-    def encode_pair(self, first: str, second: str, plain: bool) -> tuple[list[int], list[int]]:
-        """Return the ids and types of the tokens of two texts, with the special tokens of a pair. Raises ModelError."""
+    def encode_pair(
+        self, first: str, second: str, plain: bool, longest: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids and types of the tokens of two texts, with the special tokens of a pair. Raises ModelError.
+
+        longest: cut the longer text, then both, to this number of tokens in all; the special tokens stay.
+        """
         tokenizer = self._plain if plain else self._whole
         encoding = _call(lambda: tokenizer.encode_batch([(first, second)])[0])
-        return list(encoding.ids), list(encoding.type_ids)
+        ids, types = list(encoding.ids), list(encoding.type_ids)
+        if longest is None or len(ids) <= longest:
+            return ids, types
+        places = _longest_first(encoding.sequence_ids, longest)
+        return [ids[place] for place in places], [types[place] for place in places]
+
+    def beginning(self, text: str, tokens: int, plain: bool) -> str:
+        """Return the longest beginning of `text` that has at most `tokens` tokens. Raises ModelError."""
+        tokenizer = self._plain if plain else self._whole
+        while text:
+            offsets = _call(lambda: tokenizer.encode(text, add_special_tokens=False).offsets)  # noqa: B023
+            if len(offsets) <= tokens:
+                break
+            # Several tokens may be of one character, and the beginning may have other tokens on its own.
+            end = min(offsets[tokens - 1][1], offsets[tokens][0]) if tokens else 0
+            text = text[: min(end, len(text) - 1)]
+        return text
 
     def normalize(self, text: str) -> str:
         normalizer: Any = self._whole.normalizer
@@ -94,6 +115,23 @@ class Pipeline:
 
     def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
         return [self._whole.token_to_id(token) for token in tokens]
+
+
+def _longest_first(texts: Sequence[int | None], longest: int) -> list[int]:
+    # The places of the tokens that the library's truncation of this name leaves; texts: 0 or 1 for each token, None for
+    # special ones.
+    short, long = sorted((0, 1), key=texts.count)
+    room = max(longest - texts.count(None), 0)
+    counts = {short: texts.count(short), long: room - texts.count(short)}
+    if counts[long] < counts[short]:
+        counts = {short: room // 2, long: room - room // 2}
+    places = []
+    for place, text in enumerate(texts):
+        if text is not None:
+            counts[text] -= 1
+        if text is None or counts[text] >= 0:
+            places.append(place)
+    return places
 
 
 def _lowered(normalizer: Any) -> Any:
@@ -129,9 +167,14 @@ class GuardedPipeline:
         ids: list[int] = self._call(["encode", text, add_special, plain, inside], _seconds(text))
         return ids
 
-    def encode_pair(self, first: str, second: str, plain: bool) -> tuple[list[int], list[int]]:
-        ids, types = self._call(["encode_pair", first, second, plain], _seconds(first + second))
+    def encode_pair(
+        self, first: str, second: str, plain: bool, longest: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        ids, types = self._call(["encode_pair", first, second, plain, longest], _seconds(first + second))
         return ids, types
+
+    def beginning(self, text: str, tokens: int, plain: bool) -> str:
+        return str(self._call(["beginning", text, tokens, plain], _seconds(text)))
 
     def normalize(self, text: str) -> str:
         return str(self._call(["normalize", text], _seconds(text)))
@@ -159,6 +202,7 @@ def handler(argument: str) -> Callable[[Any], Any]:
     methods = {
         "encode": pipeline.encode,
         "encode_pair": pipeline.encode_pair,
+        "beginning": pipeline.beginning,
         "normalize": pipeline.normalize,
         "token_ids": pipeline.token_ids,
     }

@@ -191,18 +191,23 @@ class Tokenizer:
         ids = self._encode_plain(text, inside=False)
         return self._encoder.encode(text, True, plain=True, inside=False) if add_special else ids
 
-    def encode_pair(self, first: str, second: str) -> TextPair:
+    def encode_pair(self, first: str, second: str, longest: int | None = None) -> TextPair:
         """Return two texts as the tokenizer joins them for a reranker; control tokens spelled in them stay text.
 
-        Raises as `encode`.
+        longest: cut the longer text, then both, to this number of tokens in all. Raises as `encode`.
         """
         _check_texts([first, second])
         plain = self._control.spelled_in([first, second])
         if plain:
             for text in (first, second):
                 self._encode_plain(text, inside=False)  # checks it
-        ids, types = self._encoder.encode_pair(first, second, plain)
+        ids, types = self._encoder.encode_pair(first, second, plain, longest)
         return TextPair(tuple(ids), tuple(types) if self._has_types and any(types) else ())
+
+    def beginning(self, text: str, tokens: int) -> str:
+        """Return the longest beginning of `text` that has at most `tokens` tokens. Raises as `encode`."""
+        _check_texts([text])
+        return self._encoder.beginning(text, tokens, self._control.spelled_in(text))
 
     @cached_property
     def fim_tokens(self) -> FimTokens | None:

@@ -36,7 +36,8 @@ class OllamaEmbeddingsRequest(ForModel):
 
 def _groups(service: Service, texts: list[str], truncate: bool, dimensions: int | None, place: str) -> list[Prepared]:
     embedder, prompt = embedder_of(service), prompt_text(service, None)
-    ids = [embedding_ids(service, text, prompt, truncate, place) for text in texts]
+    longest = embedder.spec.longest(service.context) if truncate else None
+    ids = [embedding_ids(service, text, prompt, longest, place) for text in texts]
     return vector_requests(embedder, ids, dimensions)
 
 

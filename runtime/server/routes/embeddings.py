@@ -54,7 +54,7 @@ def _texts(service: Service, body: EmbeddingsRequest) -> list[Sequence[int]]:
     texts: list[Sequence[int]] = []
     for item in items:
         if isinstance(item, str):
-            texts.append(embedding_ids(service, item, prompt, False, "input"))
+            texts.append(embedding_ids(service, item, prompt, None, "input"))
         else:
             service.check_ids(item, "input")
             check_text(service, item, "input")

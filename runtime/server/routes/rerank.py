@@ -7,7 +7,7 @@ against "no" after a prompt with query and document.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from torch import Tensor
 
 from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
+from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.server.embedding import (
     cosine,
     embedding_ids,
@@ -26,7 +27,7 @@ from mycli.runtime.server.embedding import (
 )
 from mycli.runtime.server.http.api_error import ApiError, ContextError
 from mycli.runtime.server.http.encoding import JsonResponse
-from mycli.runtime.server.requests.schemas import ForModel, LongText, Strict
+from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, Strict, TokenLimit
 from mycli.runtime.server.routes.embeddings import prompt_text
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import read_request
@@ -55,6 +56,11 @@ class RerankRequest(ForModel):
     return_documents: bool | None = None
     instruction: Annotated[str, Field(max_length=4096)] | None = None
     instruct: Annotated[str, Field(max_length=4096)] | None = None  # the same in SGLang
+    # Of vLLM and Cohere: of query, document, and both with all that is around them. Nothing is cut without them.
+    max_tokens_per_query: int | None = Field(None, ge=0, le=MAX_IDS)
+    max_tokens_per_doc: int | None = Field(None, ge=0, le=MAX_IDS)
+    truncate_prompt_tokens: TokenLimit | None = None  # -1: as many as the model can read
+    truncation_side: Literal["left", "right"] | None = None
 
     @model_validator(mode="after")
     def _one_instruction(self) -> "RerankRequest":
@@ -74,9 +80,13 @@ async def rerank(service: Service, request: Request) -> Response:
     """Return documents in the order of their relevance to a query."""
 
     def prepare(body: RerankRequest) -> _Work:
+        query = service.beginning(body.query, body.max_tokens_per_query, "query")
+        texts = [service.beginning(_text(item), body.max_tokens_per_doc, "documents") for item in body.documents]
         if service.loaded.cross_encoder is not None:
-            return _pair_work(service, body, service.loaded.cross_encoder)
-        return _vector_work(service, body) if service.loaded.embedder is not None else _answer_work(service, body)
+            return _pair_work(service, body, query, texts, service.loaded.cross_encoder)
+        if service.loaded.embedder is not None:
+            return _vector_work(service, body, query, texts, service.loaded.embedder)
+        return _answer_work(service, body, query, texts)
 
     body, work = await read_request(service, request, RerankRequest, prepare)
     scores = work.scores(await run_vectors(service, request, work.groups))
@@ -96,14 +106,32 @@ def _text(document: LongText | RankedText) -> str:
     return document if isinstance(document, str) else document.text
 
 
-def _pair_work(service: Service, body: RerankRequest, encoder: CrossEncoder) -> _Work:
+def _cut(body: RerankRequest, longest: int, others: int = 0) -> int | None:
+    """Return the number of tokens to cut a text or pair to; None: do not cut. Raises ApiError.
+
+    longest: that the model can read; others: tokens around the texts, which stay.
+    """
+    tokens = body.truncate_prompt_tokens
+    if tokens is not None and body.truncation_side == "left":  # would cut the special tokens before the query
+        message = "truncation_side: 'left' is not supported"
+        raise ApiError(400, message, "unsupported_parameter", param="truncation_side")
+    if tokens is not None and not others < tokens <= longest and tokens != -1:
+        message = f"truncate_prompt_tokens: must be -1 or {others + 1} to {longest}"
+        raise ApiError(400, message, "invalid_value", param="truncate_prompt_tokens")
+    return longest if tokens == -1 else tokens
+
+
+def _pair_work(
+    service: Service, body: RerankRequest, query: str, documents: Sequence[str], encoder: CrossEncoder
+) -> _Work:
+    longest = min(service.context, encoder.spec.max_tokens or service.context)
+    special = () if body.truncate_prompt_tokens is None else service.pair_prompt("", "", None, "documents").ids
+    cut = _cut(body, longest, len(special))
     prompt = encoder.spec.prompt if body.instruction is None else body.instruction
     pairs = []
-    for document in body.documents:
-        pair = service.pair_prompt(prompt + body.query, _text(document), "documents")
-        service.check_fits(pair.ids, None, "documents")
-        longest = encoder.spec.max_tokens
-        if longest is not None and len(pair.ids) > longest:
+    for document in documents:
+        pair = service.pair_prompt(prompt + query, document, cut, "documents")
+        if len(pair.ids) > longest:
             raise ContextError(len(pair.ids), None, longest, param="documents", room=0)
         pairs.append(pair)
     return _Work(pair_requests(encoder, pairs), lambda scores: [float(score) for score in scores])
@@ -118,17 +146,18 @@ def _probabilities(logits: Sequence[Tensor]) -> list[float]:
     return [float(torch.softmax(pair.float(), 0)[1]) for pair in logits]
 
 
-def _vector_work(service: Service, body: RerankRequest) -> _Work:
-    embedder = service.loaded.embedder
-    assert embedder is not None
+def _vector_work(
+    service: Service, body: RerankRequest, query: str, documents: Sequence[str], embedder: Embedder
+) -> _Work:
+    cut = _cut(body, embedder.spec.longest(service.context))
     before = prompt_text(service, None, "query") if body.instruction is None else body.instruction
     prompt = prompt_text(service, None, "document")
-    texts = [embedding_ids(service, body.query, before, False, "query")]
-    texts += [embedding_ids(service, _text(document), prompt, False, "documents") for document in body.documents]
+    texts = [embedding_ids(service, query, before, cut, "query")]
+    texts += [embedding_ids(service, document, prompt, cut, "documents") for document in documents]
     return _Work(vector_requests(embedder, texts, None), _similarities)
 
 
-def _answer_work(service: Service, body: RerankRequest) -> _Work:
+def _answer_work(service: Service, body: RerankRequest, query: str, documents: Sequence[str]) -> _Work:
     before, after = service.tag_ids(_BEFORE), service.tag_ids(_AFTER)
     answers = [service.text_prompt(word, False) for word in ("no", "yes")]
     if len(service.tag_ids("<|im_start|>")) != 1 or any(len(ids) != 1 for ids in answers):
@@ -139,12 +168,15 @@ def _answer_work(service: Service, body: RerankRequest) -> _Work:
         message = f'{service.name} does not rerank: its LogitScore module has other tokens than "yes" and "no"'
         raise ApiError(400, message, "not_a_reranker", param="model")
     instruction = INSTRUCTION if body.instruction is None else body.instruction
+    tags = len(before) + len(after)
+    cut = _cut(body, service.context, tags)
     texts = []
-    for document in body.documents:
-        pair = f"<Instruct>: {instruction}\n<Query>: {body.query}\n<Document>: {_text(document)}"
+    for document in documents:
+        pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         # Control tokens in a client's text stay text, so that a document cannot end the prompt and answer for the
         # model.
-        ids = [*before, *service.text_prompt(pair, False), *after]
+        ids = service.text_prompt(pair, False)
+        ids = [*before, *(ids if cut is None else ids[: cut - tags]), *after]
         service.check_fits(ids, None, "documents")
         texts.append(ids)
     return _Work(score_requests(texts, [ids[0] for ids in answers]), _probabilities)

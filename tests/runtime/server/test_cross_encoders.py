@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.server.http.settings import ServerSettings
 from tests.support.embedding_models import WORD_PIECES, cross_encoder
-from tests.support.served import Served, load_fp32, serving
+from tests.support.served import Answer, Served, load_fp32, serving
 
 QUERY = "what is it?"
 DOCUMENTS = ["The cat sat, what?", "x", "a dog, the dog. " * 9, "that is the cat"]
@@ -147,3 +147,54 @@ def test_a_type_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'XLMRobertaForSequenceClassification' has 3 labels: only rerankers"):
         open_model_folder(cross_encoder(tmp_path / "model", "xlm-roberta", num_labels=3))
+
+
+@torch.no_grad()
+def cut_logits(folder: Path, longest: int | None, query: str, documents: list[str]) -> list[float]:
+    """Return what transformers computes for pairs that its tokenizer cuts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    options = {} if longest is None else {"truncation": True, "max_length": longest}
+    pairs = [tokenizer(query, document, return_tensors="pt", **options) for document in documents]
+    return torch.sigmoid(torch.cat([model(**pair).logits[0] for pair in pairs])).tolist()  # type: ignore[no-any-return]
+
+
+def test_pairs_are_cut_as_vllm_cuts_them(tmp_path: Path) -> None:
+    folder = cross_encoder(tmp_path / "model")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 40}))
+    with serving(*load_fp32(folder), ServerSettings(("bert",))) as served:
+
+        def ask(**fields: object) -> Answer:
+            return served.ask("POST", "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **fields})
+
+        refused = ask()
+        assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
+        for longest in (40, 39, 17, 16, 6, 5, 4):
+            expected = cut_logits(folder, longest, QUERY, DOCUMENTS)
+            assert scores(served, DOCUMENTS, truncate_prompt_tokens=longest) == pytest.approx(expected, abs=1e-6)
+        long = "that is the cat, " * 9
+        expected = cut_logits(folder, 15, long, DOCUMENTS)
+        assert scores(served, DOCUMENTS, query=long, truncate_prompt_tokens=15) == pytest.approx(expected, abs=1e-6)
+        whole = scores(served, DOCUMENTS, truncate_prompt_tokens=-1)
+        assert whole == scores(served, DOCUMENTS, truncate_prompt_tokens=40)
+        assert scores(served, DOCUMENTS[:2]) == scores(served, DOCUMENTS[:2], truncate_prompt_tokens=-1)
+        for tokens, side, param in (
+            (41, "right", "truncate_prompt_tokens"),
+            (3, "right", "truncate_prompt_tokens"),
+            (20, "left", "truncation_side"),
+        ):
+            wrong = ask(truncate_prompt_tokens=tokens, truncation_side=side)
+            assert wrong.status == 400 and wrong.error["param"] == param, wrong.body
+
+
+def test_queries_and_documents_are_cut_as_cohere_cuts_them(tmp_path: Path) -> None:
+    folder = cross_encoder(tmp_path / "model")
+    with serving(*load_fp32(folder), ServerSettings(("bert",))) as served:
+        body = {"query": QUERY, "documents": DOCUMENTS, "max_tokens_per_doc": 4, "return_documents": True}
+        answer = served.ask("POST", "/v2/rerank", body)
+        assert {result["document"]["text"] for result in answer.json["results"]} == set(DOCUMENTS)
+        cut = ["The cat s", "x", "a dog", "that i"]  # letters are tokens: "##o" and "##g" of "dog"
+        assert scores(served, DOCUMENTS, max_tokens_per_doc=4) == scores(served, cut) != scores(served, DOCUMENTS)
+        assert scores(served, DOCUMENTS, max_tokens_per_doc=0) == scores(served, DOCUMENTS)
+        assert scores(served, DOCUMENTS, max_tokens_per_doc=4096) == scores(served, DOCUMENTS)
+        assert scores(served, DOCUMENTS, max_tokens_per_query=5) == scores(served, DOCUMENTS, query="what is")
