@@ -103,7 +103,7 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "stop_sequences": (SERVED, ["x"]),
     "system": (SERVED, "Be brief."),
     "thinking": (SERVED, {"type": "adaptive", "display": "omitted"}),
-    "thread": (REFUSED, {"id": "t"}),
+    "thread": (REFUSED, {"type": "create"}),
     "top_k": (SERVED, 5),
     "user_profile_id": (HARMLESS, "a"),
     "workspace_id": (HARMLESS, "a"),

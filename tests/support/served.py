@@ -56,9 +56,9 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Return the error in the body; it must have all four fields."""
+        """Return the error in the body; it must have all four fields, and may have Anthropic's details."""
         found: dict[str, Any] = self.json["error"]
-        assert set(found) == {"message", "type", "param", "code"} and found["message"]
+        assert set(found) - {"details"} == {"message", "type", "param", "code"} and found["message"]
         return found
 
     @property

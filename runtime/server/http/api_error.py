@@ -33,7 +33,7 @@ _TYPES: Mapping[int, str] = {
 
 
 class ApiError(Exception):
-    """A request that fails: HTTP `status`, `code` for programs, `param` the field at fault."""
+    """A request that fails: HTTP `status`, `code` for programs, `param` the field at fault; `details`: of Anthropic."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -50,11 +51,13 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.details = details
 
     def fields(self) -> dict[str, Any]:
-        """Return the error as an object, always with all four fields."""
+        """Return the error as an object, always with the first four fields."""
         kind = _TYPES.get(self.status, "api_error")
-        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        details = {} if self.details is None else {"details": self.details}
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code, **details}
 
     def envelope(self, path: str, request_id: str = "") -> dict[str, Any]:
         """Return the response body in the form of the interface that `path` belongs to."""

@@ -164,4 +164,6 @@ def _note_unread(read: Any, value: Any, path: str, paths: dict[str, None]) -> No
 
 
 def _refusal(name: str) -> ApiError:
-    return ApiError(400, f"{name}: is not supported", "unsupported_parameter", param=name)
+    # The tool runner of Anthropic's SDK sends `thread`, and repeats the request without one after this error code only.
+    details = {"error_code": "thread_unsupported_request", "unsupported": [name]} if name == "thread" else None
+    return ApiError(400, f"{name}: is not supported", "unsupported_parameter", param=name, details=details)

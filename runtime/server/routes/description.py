@@ -66,7 +66,7 @@ _ERROR = {
         "error": {
             "type": "object",
             "required": ["message", "type", "param", "code"],
-            "properties": {"message": _TEXT, "type": _TEXT, "param": _NULLABLE, "code": _NULLABLE},
+            "properties": {"message": _TEXT, "type": _TEXT, "param": _NULLABLE, "code": _NULLABLE, "details": _ANY},
         }
     },
 }

@@ -134,6 +134,14 @@ def test_figures_of_llama_cpp_are_named_only_where_they_are_wanted(answering: Se
         assert answer.status == 200 and answer.headers.get("x-mycli-omitted") == named
 
 
+def test_a_thread_is_refused_with_the_code_after_which_anthropics_sdk_goes_on_without(answering: Served) -> None:
+    answer = answering.ask("POST", MESSAGES, {**BODIES[MESSAGES], "thread": {"type": "create"}})
+    assert answer.status == 400
+    assert answer.error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    other = answering.ask("POST", MESSAGES, {**BODIES[MESSAGES], "container": "c"})
+    assert other.status == 400 and "details" not in other.error
+
+
 def test_parts_that_nothing_reads_are_named_by_their_path(answering: Served) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
     tool = {"type": "function", "function": {**FIELDS["functions"][1][0], "strict": None, "examples": [1]}}
