@@ -224,6 +224,8 @@ class Service(ServerState):
         """Return the sampling settings of a request; fields left out take the model's defaults. Raises ApiError."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         values: dict[str, object] = {name: getattr(body, name) for name in names}
+        if body.repetition_penalty is None:
+            values["repetition_penalty"] = body.repeat_penalty
         values["seed"] = None if body.seed == -1 else body.seed  # -1: any, as in vLLM, llama.cpp and Ollama
         if body.top_k is not None:
             values["top_k"] = max(body.top_k, 0)  # -1 turns it off, as in vLLM
@@ -298,7 +300,7 @@ class Service(ServerState):
 def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> None:
     # A search takes the most likely tokens: settings that ask for others are refused, those that ask for nothing not.
     neutral: dict[str, tuple[object, ...]] = {"temperature": (None, 0, 1), "top_k": (None, 0, -1)}
-    neutral |= dict.fromkeys(("top_p", "repetition_penalty"), (None, 1))
+    neutral |= dict.fromkeys(("top_p", "repetition_penalty", "repeat_penalty"), (None, 1))
     neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (None, 0))
     neutral |= {"seed": (None, -1), **dict.fromkeys(("logit_bias", "stop"), (None,))}
     for name, values in neutral.items():

@@ -197,6 +197,7 @@ class Sampling(Strict):
     top_k: int | None = Field(None, ge=-1, le=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    repeat_penalty: float | None = Field(None, ge=0.01, le=10)  # the same in llama.cpp
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)

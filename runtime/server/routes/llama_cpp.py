@@ -38,7 +38,6 @@ class LlamaCppRequest(ForReply, Sampling, StreamFigures, Constraints):
 
     n_predict: int | None = Field(None, ge=-1, le=1 << 31)  # -1: the rest of the context; 0: only compute the prompt
     max_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # the same
-    repeat_penalty: float | None = Field(None, ge=0.01, le=10)
     samplers: list[_Name] | None = Field(None, max_length=32)
     n_indent: int | None = Field(None, ge=0, le=1 << 10)  # a line with less white space before it ends the reply
     t_max_predict_ms: int | None = Field(None, ge=-1, le=1 << 31)  # the first line end after it ends the reply
@@ -54,12 +53,10 @@ class LlamaCppRequest(ForReply, Sampling, StreamFigures, Constraints):
 
     def sampling(self) -> tuple[Sampling, list[str]]:
         """Return the settings with `samplers` applied, and what is left out."""
-        changes: dict[str, Any] = {}
-        if self.repeat_penalty is not None:
-            changes["repetition_penalty"] = self.repeat_penalty
         # An empty list turns all off in llama.cpp; editors send it where nothing is to be sampled.
         if self.samplers is None:
-            return self.model_copy(update=changes), []
+            return self, []
+        changes: dict[str, Any] = {}
         for sampler, fields in _SAMPLERS.items():
             if sampler not in self.samplers:
                 changes |= {field: _OFF[field] for field in fields}

@@ -104,6 +104,22 @@ def test_responses_have_logprobs_and_biases(served: Served) -> None:
     assert not banned.json["output"][0]["content"][0]["text"].startswith("The")
 
 
+def test_the_penalty_of_repetition_has_two_names(served: Served) -> None:
+    def ask(route: str, **penalties: float) -> Any:
+        body = {"prompt": "The cat sat", "temperature": 0, "max_tokens": 24, "n_predict": 24, **penalties}
+        if route == "/v1/chat/completions":
+            return served.chat(max_tokens=24, **penalties).json["choices"][0]["message"]["content"]
+        answer = served.ask("POST", route, body).json
+        return answer["content"] if route == "/completion" else answer["choices"][0]["text"]
+
+    for route in ("/v1/chat/completions", "/v1/completions", "/completion"):
+        penalized = ask(route, repetition_penalty=10)
+        assert ask(route, repeat_penalty=10) == penalized != ask(route, repeat_penalty=1)
+        assert ask(route, repeat_penalty=3, repetition_penalty=10) == penalized
+    off = {"samplers": ["temperature"], "repeat_penalty": 10}
+    assert ask("/completion", **off) == ask("/completion")  # type: ignore[arg-type]  # samplers is a list
+
+
 def test_functions_in_the_older_form(served: Served) -> None:
     functions = [
         {
