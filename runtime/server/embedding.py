@@ -12,6 +12,7 @@ from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.server.http.api_error import ApiError, ContextError
+from mycli.runtime.server.requests.schemas import Strict, TokenLimit
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
 from mycli.runtime.tokenizer.tokenizer import TextPair
@@ -55,14 +56,38 @@ def embedder_of(service: Service) -> Embedder:
     return service.loaded.embedder
 
 
+class Truncation(Strict):
+    """The length to cut texts and pairs to, in the fields of vLLM. Nothing is cut without them."""
+
+    truncate_prompt_tokens: TokenLimit | None = None  # -1: as many as the model can read
+    truncation_side: Literal["left", "right"] | None = None
+
+    def length(self, longest: int, others: int = 0) -> int | None:
+        """Return the number of tokens to cut a text or pair to; None: do not cut. Raises ApiError.
+
+        longest: that the model can read; others: tokens around the texts, which stay.
+        """
+        tokens = self.truncate_prompt_tokens
+        if tokens is not None and self.truncation_side == "left":  # would cut the special tokens before the text
+            message = "truncation_side: 'left' is not supported"
+            raise ApiError(400, message, "unsupported_parameter", param="truncation_side")
+        if tokens is not None and not others < tokens <= longest and tokens != -1:
+            message = f"truncate_prompt_tokens: must be -1 or {others + 1} to {longest}"
+            raise ApiError(400, message, "invalid_value", param="truncate_prompt_tokens")
+        return longest if tokens == -1 else tokens
+
+
 def embedding_ids(service: Service, text: str, prompt: str, longest: int | None, place: str) -> list[int]:
     """Return the token ids of a text with its prompt, cut to `longest`. Raises ApiError if they do not fit."""
-    ids = [*service.text_prompt(prompt + text), *service.loaded.tokenizer.missing_eos]
-    if longest is not None and len(ids) > longest:
-        # The last token stays: models that pool the last token are trained with the end token that the tokenizer adds.
-        ids = [*ids[: longest - 1], ids[-1]]
+    ids = cut_ids([*service.text_prompt(prompt + text), *service.loaded.tokenizer.missing_eos], longest)
     check_text(service, ids, place)
     return ids
+
+
+def cut_ids(ids: list[int], longest: int | None) -> list[int]:
+    """Return at most `longest` of the tokens of a text, None for all."""
+    # The last token stays: models that pool the last token are trained with the end token that the tokenizer adds.
+    return ids if longest is None or len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
 
 
 def check_text(service: Service, ids: Sequence[int], place: str) -> None:

@@ -323,6 +323,7 @@ EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (EMBEDDINGS, "add_special_tokens"): (REFUSED, False),
     (EMBEDDINGS, "chat_template_kwargs"): (REFUSED, {"a": 1}),
     (EMBEDDINGS, "continue_final_message"): (REFUSED, True),
+    (EMBEDDINGS, "truncate_prompt_tokens"): (SERVED, 5),
     (EMBEDDINGS, "messages"): (REFUSED, [{"role": "user", "content": "Hello"}]),
     (RERANK, "chat_template_kwargs"): (REFUSED, {"a": 1}),
     (RERANK, "max_tokens_per_doc"): (SERVED, 5),

@@ -9,7 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
 
-from mycli.runtime.server.embedding import check_text, embedder_of, embedding_ids, run_vectors, vector_requests
+from mycli.runtime.server.embedding import (
+    Truncation,
+    check_text,
+    cut_ids,
+    embedder_of,
+    embedding_ids,
+    run_vectors,
+    vector_requests,
+)
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, TokenId
@@ -20,7 +28,7 @@ MAX_INPUTS = 2048
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS)]
 
 
-class EmbeddingsRequest(ForModel):
+class EmbeddingsRequest(ForModel, Truncation):
     """The body of POST /v1/embeddings."""
 
     input: (
@@ -51,14 +59,16 @@ async def embeddings(service: Service, request: Request) -> Response:
 def _texts(service: Service, body: EmbeddingsRequest) -> list[Sequence[int]]:
     prompt = prompt_text(service, body.prompt_name, body.input_type)
     items: list[Any] = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else [*body.input]
+    longest = body.length(embedder_of(service).spec.longest(service.context))
     texts: list[Sequence[int]] = []
     for item in items:
         if isinstance(item, str):
-            texts.append(embedding_ids(service, item, prompt, None, "input"))
+            texts.append(embedding_ids(service, item, prompt, longest, "input"))
         else:
             service.check_ids(item, "input")
-            check_text(service, item, "input")
-            texts.append(item)
+            ids = cut_ids(item, longest)
+            check_text(service, ids, "input")
+            texts.append(ids)
     return texts
 
 

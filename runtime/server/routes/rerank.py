@@ -7,7 +7,7 @@ against "no" after a prompt with query and document.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
@@ -18,6 +18,7 @@ from torch import Tensor
 from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
 from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.server.embedding import (
+    Truncation,
     cosine,
     embedding_ids,
     pair_requests,
@@ -27,7 +28,7 @@ from mycli.runtime.server.embedding import (
 )
 from mycli.runtime.server.http.api_error import ApiError, ContextError
 from mycli.runtime.server.http.encoding import JsonResponse
-from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, Strict, TokenLimit
+from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, Strict
 from mycli.runtime.server.routes.embeddings import prompt_text
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import read_request
@@ -47,7 +48,7 @@ class RankedText(Strict):
     text: LongText
 
 
-class RerankRequest(ForModel):
+class RerankRequest(ForModel, Truncation):
     """The body of POST /v1/rerank."""
 
     query: LongText
@@ -56,11 +57,8 @@ class RerankRequest(ForModel):
     return_documents: bool | None = None
     instruction: Annotated[str, Field(max_length=4096)] | None = None
     instruct: Annotated[str, Field(max_length=4096)] | None = None  # the same in SGLang
-    # Of vLLM and Cohere: of query, document, and both with all that is around them. Nothing is cut without them.
-    max_tokens_per_query: int | None = Field(None, ge=0, le=MAX_IDS)
-    max_tokens_per_doc: int | None = Field(None, ge=0, le=MAX_IDS)
-    truncate_prompt_tokens: TokenLimit | None = None  # -1: as many as the model can read
-    truncation_side: Literal["left", "right"] | None = None
+    max_tokens_per_query: int | None = Field(None, ge=0, le=MAX_IDS)  # of vLLM; nothing is cut without it
+    max_tokens_per_doc: int | None = Field(None, ge=0, le=MAX_IDS)  # of Cohere and vLLM, likewise
 
     @model_validator(mode="after")
     def _one_instruction(self) -> "RerankRequest":
@@ -106,27 +104,12 @@ def _text(document: LongText | RankedText) -> str:
     return document if isinstance(document, str) else document.text
 
 
-def _cut(body: RerankRequest, longest: int, others: int = 0) -> int | None:
-    """Return the number of tokens to cut a text or pair to; None: do not cut. Raises ApiError.
-
-    longest: that the model can read; others: tokens around the texts, which stay.
-    """
-    tokens = body.truncate_prompt_tokens
-    if tokens is not None and body.truncation_side == "left":  # would cut the special tokens before the query
-        message = "truncation_side: 'left' is not supported"
-        raise ApiError(400, message, "unsupported_parameter", param="truncation_side")
-    if tokens is not None and not others < tokens <= longest and tokens != -1:
-        message = f"truncate_prompt_tokens: must be -1 or {others + 1} to {longest}"
-        raise ApiError(400, message, "invalid_value", param="truncate_prompt_tokens")
-    return longest if tokens == -1 else tokens
-
-
 def _pair_work(
     service: Service, body: RerankRequest, query: str, documents: Sequence[str], encoder: CrossEncoder
 ) -> _Work:
     longest = min(service.context, encoder.spec.max_tokens or service.context)
     special = () if body.truncate_prompt_tokens is None else service.pair_prompt("", "", None, "documents").ids
-    cut = _cut(body, longest, len(special))
+    cut = body.length(longest, len(special))
     prompt = encoder.spec.prompt if body.instruction is None else body.instruction
     pairs = []
     for document in documents:
@@ -149,7 +132,7 @@ def _probabilities(logits: Sequence[Tensor]) -> list[float]:
 def _vector_work(
     service: Service, body: RerankRequest, query: str, documents: Sequence[str], embedder: Embedder
 ) -> _Work:
-    cut = _cut(body, embedder.spec.longest(service.context))
+    cut = body.length(embedder.spec.longest(service.context))
     before = prompt_text(service, None, "query") if body.instruction is None else body.instruction
     prompt = prompt_text(service, None, "document")
     texts = [embedding_ids(service, query, before, cut, "query")]
@@ -169,7 +152,7 @@ def _answer_work(service: Service, body: RerankRequest, query: str, documents: S
         raise ApiError(400, message, "not_a_reranker", param="model")
     instruction = INSTRUCTION if body.instruction is None else body.instruction
     tags = len(before) + len(after)
-    cut = _cut(body, service.context, tags)
+    cut = body.length(service.context, tags)
     texts = []
     for document in documents:
         pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"

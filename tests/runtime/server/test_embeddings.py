@@ -186,6 +186,25 @@ def test_long_texts_are_cut_only_where_ollama_cuts_them(servers: dict[str, Serve
     assert refused.status == 400
 
 
+def test_texts_are_cut_where_a_request_says_so(servers: dict[str, Served]) -> None:
+    served, text = servers["qwen3"], "a " * 600
+    assert served.ask("POST", "/v1/embeddings", {"input": text}).status == 400
+    ids = served.ask("POST", "/tokenize", {"prompt": text}).json["tokens"]
+    for tokens, length in ((9, 9), (-1, 512), (512, 512)):
+        for whole in (text, ids):
+            body = {"input": whole, "truncate_prompt_tokens": tokens}
+            cut = served.ask("POST", "/v1/embeddings", body)
+            assert cut.status == 200 and cut.json["usage"]["prompt_tokens"] == length, cut.body
+            same = served.ask("POST", "/v1/embeddings", {"input": [*ids[: length - 1], ids[-1]]})
+            assert cut.json["data"] == same.json["data"]
+    for fields, param in (
+        ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "left"}, "truncation_side"),
+    ):
+        wrong = served.ask("POST", "/v1/embeddings", {"input": text, **fields})
+        assert wrong.status == 400 and wrong.error["param"] == param
+
+
 def test_texts_end_at_the_length_that_the_model_declares(folders: dict[str, Path], tmp_path: Path) -> None:
     """E5-Mistral declares 4,096 tokens of its context of 32,768: sentence-transformers cuts texts there."""
     folder = tmp_path / "short"
