@@ -100,6 +100,10 @@ class OutputItems:
             named = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", {**self._call_place(), **named}
         elif item["type"] == "custom_tool_call":
+            other = self._arguments not in ("", "{}") and _CUSTOM_INPUT.match(self._arguments) is None
+            if other and status == "completed":  # the model has written other arguments: the client can tell it so
+                item["input"] = self._arguments
+                yield "response.custom_tool_call_input.delta", {**self._call_place(), "delta": item["input"]}
             yield "response.custom_tool_call_input.done", {**self._call_place(), "input": item["input"]}
         else:
             part, kind = item["content"][0], _PARTS[item["type"]]

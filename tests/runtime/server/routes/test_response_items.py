@@ -58,3 +58,24 @@ def test_only_text_has_logprobs(
         assert [part["text"].strip() for part in parts] == texts
         for part in parts:
             assert "".join(entry["token"] for entry in part["logprobs"]).strip() == part["text"].strip()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_other_arguments_of_a_custom_tool_are_its_input(reasoning: LoadedModel, stream: bool) -> None:
+    for written, expected in (
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input":""}', ""),
+        ("{}", ""),
+        ('{"patch":"a"}', '{"patch": "a"}'),
+        ('{"path": "x", "input": "a"}', '{"path": "x", "input": "a"}'),
+    ):
+        call = f'<tool_call>\n{{"name": "patch", "arguments": {written}}}\n</tool_call>'
+        ids = reasoning.tokenizer.encode(call, add_special=False, allow_special=True)
+        body = {"input": "Go", "tools": [{"type": "custom", "name": "patch"}], "stream": stream}
+        with serving(reasoning, ScriptedEngine(lambda request, ids=ids: ids), ServerSettings(("pico",))) as served:
+            answer = served.ask("POST", "/v1/responses", body)
+        (item,) = (answer.events[-1]["response"] if stream else answer.json)["output"]
+        assert (item["type"], item["input"], item["status"]) == ("custom_tool_call", expected, "completed")
+        if stream:
+            deltas = [event["delta"] for event in answer.events if event["type"].endswith("_input.delta")]
+            assert "".join(deltas) == expected
