@@ -47,8 +47,8 @@ class Sentinels:
     def absent_from(cls, texts: Sequence[str]) -> "Sentinels":
         """Return two private-use characters that occur in none of `texts`."""
         used = set().union(*texts)
-        start, end = [mark for code in range(0x10FFFD, 0xE000, -1) if (mark := chr(code)) not in used][:2]
-        return cls(start, end)
+        free = (mark for code in range(0x10FFFD, 0xE000, -1) if (mark := chr(code)) not in used)
+        return cls(next(free), next(free))
 
 
 def _alternatives(contents: Sequence[str]) -> str:
