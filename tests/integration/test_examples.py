@@ -17,6 +17,7 @@ from mycli.cli.commands import compare
 from mycli.cli.main import COMMANDS, main
 from mycli.quant.planning import pace
 from mycli.runtime.diagnostics import golden_record, speculation_benchmark, throughput
+from mycli.runtime.speculative.draft_length import draft_lengths
 from tests.support.forked import ForkedProcess
 from tests.support.models import shorten_report
 
@@ -48,6 +49,7 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     shorten_report(monkeypatch, 512)
     monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all examples
     monkeypatch.setattr(speculation_benchmark, "SIMULATED_PASSES", 20)  # as above, and the following
+    monkeypatch.setattr(speculation_benchmark, "draft_lengths", lambda *costs: draft_lengths(*costs)[:2])
     for name, value in {"SECONDS": 0.01, "SAMPLE_SECONDS": 0.005, "TIMED_TOKENS": 16, "FEWEST_SAMPLES": 2}.items():
         monkeypatch.setattr(golden_record, name, value)
     monkeypatch.setattr(golden_record, "BUSY", -1.0)  # so short a measurement is not significant

@@ -1,7 +1,7 @@
 """Test that a key which a config leaves out has the default of transformers' class, in all families and wrappers."""
 
 import json
-from copy import deepcopy
+import pickle
 from functools import cache
 from typing import Any
 
@@ -28,9 +28,15 @@ UNTESTED.add("original_max_position_embeddings")  # of Phi 3, whose rope_paramet
 FIELDS = [name for name in ModelConfig.__dataclass_fields__ if name != "dtype"]
 
 
+def copied(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a deep copy, in a tenth of the time of `deepcopy`."""
+    copy: dict[str, Any] = pickle.loads(pickle.dumps(raw))
+    return copy
+
+
 def parsed(raw: dict[str, Any]) -> ModelConfig | None:
     try:
-        return parse_config(TextPart.from_config(Fields(deepcopy(raw), "config.json")).config)
+        return parse_config(TextPart.from_config(Fields(copied(raw), "config.json")).config)
     except ModelError:
         return None
 
@@ -43,7 +49,7 @@ def class_of(model_type: str) -> Any:
 def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     """Return a config with every key that it leaves out, as transformers reads it."""
     try:
-        config = class_of(raw["model_type"]).from_dict(deepcopy(raw))
+        config = class_of(raw["model_type"]).from_dict(copied(raw))
         values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     except Exception:  # transformers requires the key
         return None
@@ -60,7 +66,7 @@ def differences(raw: dict[str, Any], section: str | None) -> list[str]:
     for key in whole if section is None else whole[section]:
         if key in UNTESTED:
             continue
-        shorter = deepcopy(whole)
+        shorter = copied(whole)
         del (shorter if section is None else shorter[section])[key]
         actual, complete = parsed(shorter), completed(shorter)
         if actual is None or complete is None:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -42,7 +43,7 @@ def tied_by_transformers(raw: dict[str, Any], known: dict[str, bool]) -> bool:
     completed = config.to_json_string(use_diff=False)
     if completed not in known:
         auto = transformers.AutoModelForMultimodalLM
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             model = auto._model_mapping[type(config)]._from_config(config)
         known[completed] = any("lm_head" in name for name in model.all_tied_weights_keys)
     return known[completed]
