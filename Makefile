@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all test-commands check fix docs wheel test-floor test-emulated test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm mutants clean
+.PHONY: demo test test-all test-commands check style fix docs wheel test-floor test-emulated test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm mutants clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -24,8 +24,9 @@ demo: $(VENV)/.ready
 # what others have left. Compiled files are kept whatever the shell says: they are half of every worker's start.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-test: check
-	$(TESTS)
+# Types are checked beside the tests: mypy uses one core, and nothing of the tests.
+test: style
+	@$(BIN)/mypy & types=$$!; $(TESTS); tests=$$?; wait $$types || { echo "mypy: see its errors above"; exit 1; }; exit $$tests
 
 test-all: check
 	MYCLI_THOROUGH=1 $(TESTS) -m "slow or not slow"
@@ -39,10 +40,12 @@ mutants: $(VENV)/.ready .links/mycli
 test-commands: $(VENV)/.ready .links/mycli
 	$(TESTS) -m typed tests/integration/test_documented_commands.py
 
-check: $(VENV)/.ready .links/mycli
+check: style
+	$(BIN)/mypy
+
+style: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 # The oldest Triton that pyproject.toml allows comes with another torch; its compiler alone stands beside. What it has
 # compiled is kept, so that only kernels that changed are compiled again.
