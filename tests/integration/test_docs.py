@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.support.code_examples import EXAMPLE, with_code
 from tests.support.family_tables import gpu_pass, with_tables
+from tests.support.forked import ForkedProcess
 from tests.support.language import files as language_files
 from tests.support.language import pages
 from tests.support.paths import ROOT
@@ -67,12 +68,13 @@ def test_the_program_of_python_md_prints_what_its_comments_say(environment: dict
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
     expected = re.findall(r"^ *print\(.*\)  # (.+)$", "".join(blocks), re.M)
     assert len(blocks) >= 7 and len(expected) >= 7
-    done = subprocess.run(
+    with ForkedProcess(
         [sys.executable, "-c", "".join(blocks)],
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(ROOT / ".links")},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.splitlines() == expected
+    ) as process:
+        output, errors = process.communicate(timeout=240)
+    assert (process.returncode, errors) == (0, "") and output.splitlines() == expected

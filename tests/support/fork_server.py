@@ -70,12 +70,15 @@ def enter(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Run `python -m MODULE …`, `python SCRIPT …` or an installed script; the process ends as they do."""
+    """Run `python -m MODULE …`, `python -c CODE …`, a script or an installed one; the process ends as they do."""
     words = command[1:] if command[0] == sys.executable else command
     more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if words[0] == "-m":
         sys.path[:1], sys.argv = [os.getcwd(), *more], words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.path[:1], sys.argv = ["", *more], ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.path[:1], sys.argv = [os.path.dirname(words[0]), *more], words
         runpy.run_path(words[0], run_name="__main__")

@@ -19,6 +19,7 @@ from mycli.runtime.diagnostics.serving_load import Load, LoadResult
 from mycli.runtime.errors import ExitCode, ModelError, UsageError
 from tests.support.command_line import COMMAND, SECONDS
 from tests.support.completion_server import scripted
+from tests.support.forked import ForkedProcess
 
 LOAD = ("-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
 
@@ -187,7 +188,8 @@ def test_its_server_records_no_replies(environment: dict[str, str], tmp_path: Pa
     words = ["bench", "serve", "pico", "--clients", "1", "--requests", "1", "-p", "8", "-n", "2", "-r", "1"]
     state = {"XDG_STATE_HOME": str(tmp_path / "state")}
     line = [*COMMAND, *words, "--device", "cpu"]
-    subprocess.run(line, env=environment | state, check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, cwd="/")
+    with ForkedProcess(line, env=environment | state, stdout=subprocess.DEVNULL, cwd="/") as process:
+        assert process.wait(SECONDS) == 0
     assert not list((tmp_path / "state").rglob("replies/*"))
 
 

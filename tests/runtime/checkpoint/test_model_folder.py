@@ -19,6 +19,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from tests.support.engines import whole
 from tests.support.families import CASES, make
+from tests.support.forked import ForkedProcess
 from tests.support.paths import PICO
 
 # Prints each folder whose config.json is opened, one per line, during `mycli run`.
@@ -45,8 +46,10 @@ finally:
 )
 def test_a_reply_reads_each_config_once(options: list[str], folders: list[str], environment: dict[str, str]) -> None:
     words = ["run", "pico", "hello", "-n", "2", "-q", "--device", "cpu", *options]
-    done = subprocess.run([sys.executable, "-c", WATCHED, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and sorted(done.stderr.split()) == folders
+    command, pipe = [sys.executable, "-c", WATCHED, *words], subprocess.PIPE
+    with ForkedProcess(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
+        _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0 and sorted(errors.split()) == folders
 
 
 def test_each_file_is_read_when_it_is_wanted_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
