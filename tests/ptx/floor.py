@@ -13,17 +13,17 @@ from concurrent.futures import ProcessPoolExecutor
 import triton
 
 from tests.ptx.builds import builds
-from tests.ptx.report import measure
+from tests.ptx.report import spills
 
 
 def trouble(name: str, capability: int) -> str | None:
     """Return what is wrong with one kernel, None if nothing is."""
     build = next(build for build in builds(capability) if build.name == name)
     try:
-        measured = measure(build, capability)
+        spilled = spills(build, capability)
     except Exception as error:  # noqa: BLE001  (reason: compilers raise all kinds)
         return f"{name}: {type(error).__name__}: {str(error).strip()[-300:]}"
-    return f"{name}: {measured.spills} bytes spilled" if measured.spills else None
+    return f"{name}: {spilled} bytes spilled" if spilled else None
 
 
 def _main(arguments: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +48,7 @@ NEXT_FIRST = ("rows 8 add 1", "rows 8 SiLU 8")  # not before attention, which lo
 
 
 @pytest.mark.parametrize(("name", "capability"), chosen(product(KERNELS + EXPERTS, (90, 100, 120)), QUICK))
-def test_waits_before_it_touches_memory(name: str, capability: int, tmp_path: Path) -> None:
+def test_waits_before_it_touches_memory(name: str, capability: int) -> None:
     assembly = build(name, capability).compile(GPUTarget("cuda", capability, 32)).asm
     ptx = assembly["ptx"][assembly["ptx"].index(".entry") :]
     (wait,), (allow,) = places(r"griddepcontrol\.wait", ptx), places(r"griddepcontrol\.launch_dependents", ptx)
@@ -59,8 +58,7 @@ def test_waits_before_it_touches_memory(name: str, capability: int, tmp_path: Pa
     fetched = places(r"cp\.async\.bulk\.prefetch\.L2\.global", ptx)
     assert [place < wait for place in fetched] == [True] * FETCHED.get(name, 0)
 
-    (tmp_path / "cubin").write_bytes(assembly["cubin"])
-    sass = report._tool("nvdisasm", "-c", str(tmp_path / "cubin"))
+    sass = report._tool("nvdisasm", "-c", assembly["cubin"])
     (wait,) = places("ACQBULK", sass)
     assert sum(place < wait for place in places(ACCESS, sass)) == len(before), "the assembler has kept the order"
     assert all(place < wait for place in places("UBLKPF", sass))
