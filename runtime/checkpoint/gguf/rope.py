@@ -44,13 +44,14 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     elif kind == "yarn":
         context = model.integer("rope.scaling.original_context_length", model.integer("context_length", low=1))
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
-        for key, name in (
-            ("yarn_attn_factor", "attention_factor"),
-            ("yarn_beta_fast", "beta_fast"),
-            ("yarn_beta_slow", "beta_slow"),
-        ):
-            if model.has(f"rope.scaling.{key}"):
-                rope[name] = model.number(f"rope.scaling.{key}")
+        for key in ("beta_fast", "beta_slow"):
+            if model.has(f"rope.scaling.yarn_{key}"):
+                rope[key] = model.number(f"rope.scaling.yarn_{key}")
+        # The converter writes both attention_factor and attn_factor (Rnj-1) as this key, which llama.cpp does not read.
+        # The latter is a further factor, 1 in all published configs, that transformers ignores.
+        attention_factor = model.number("rope.scaling.yarn_attn_factor", 1.0)
+        if attention_factor != 1.0:
+            rope["attention_factor"] = attention_factor
     elif kind not in ("none", "longrope"):
         raise model.metadata.fail(model.key("rope.scaling.type"), f"{kind!r} is not supported")
     if ROPE_FREQS in model.tensors:

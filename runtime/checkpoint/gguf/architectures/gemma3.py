@@ -1,9 +1,9 @@
-"""Gemma 3, its text model: five layers with a sliding window and a rope of their own, then one without."""
+"""Gemma 3, its text model: five layers with a sliding window and a rope of their own, then one without; and Rnj-1."""
 
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
-from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
+from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY, full_attention
 from mycli.runtime.checkpoint.gguf.architectures.gemma2 import (
     GEMMA_LAYER_TENSORS,
     GEMMA_MODEL_TENSORS,
@@ -23,7 +23,8 @@ def _read_config(model: GgufModel, config: Config) -> Config:
         if config["max_position_embeddings"] >= _SCALED_CONTEXT and not model.has("rope.scaling.type"):
             rope |= {"rope_type": "linear", "factor": 8.0}
     ropes = {"full_attention": rope, "sliding_attention": local}
-    return {**gemma_attention(config, largest=62), "rope_parameters": ropes}
+    # Rnj-1 has no window; without one, llama.cpp rotates all layers alike.
+    return {**gemma_attention(config, largest=62), "rope_parameters": ropes, **full_attention(model, config)}
 
 
 def _write_keys(config: ModelConfig) -> dict[str, Any]:

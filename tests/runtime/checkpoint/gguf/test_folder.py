@@ -105,6 +105,37 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, **IDS},
         {"gemma3.attention.sliding_window": 7},
     ),
+    "gemma3-yarn-without-window": (  # Rnj-1
+        "gemma3",
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention"] * 3,
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "attn_factor": 1.0,
+                    "beta_fast": 64.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            **IDS,
+        },
+        {
+            "gemma3.final_logit_softcapping": 30.0,
+            "gemma3.rope.scaling.type": "yarn",
+            "gemma3.rope.scaling.factor": 4.0,
+            "gemma3.rope.scaling.original_context_length": 16,
+            "gemma3.rope.scaling.yarn_attn_factor": 1.0,
+            "gemma3.rope.scaling.yarn_beta_fast": 64.0,
+        },
+    ),
     "smollm3-five-layers": ("smollm3", "smollm3", {"num_hidden_layers": 5, **IDS}, {}),
     "olmo2-mha": ("olmo2", "olmo2", {"num_key_value_heads": 4, **IDS}, {}),
 }
