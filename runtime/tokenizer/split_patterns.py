@@ -126,6 +126,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-bpe": _LLAMA_BPE,
     "default": PreTokenizer(_DEFAULT),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA_BPE),
+    "jina-v5-nano": _LLAMA_BPE,
     "smaug-bpe": _CL100K,
     "dbrx": _CL100K,
     "chatglm-bpe": _CL100K,

@@ -32,8 +32,8 @@ LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Families that compute no logits: test_encoders.py and tests of the server compare their states and vectors.
 EMBEDDING = {
-    *("bert", "gte", "jina_embeddings_v3", "llama_bidirec", "modernbert", "mpnet", "new", "nomic_bert", "roberta"),
-    "xlm-roberta",
+    *("bert", "eurobert", "gte", "jina_embeddings_v3", "llama_bidirec", "modernbert", "mpnet", "new", "nomic_bert"),
+    *("roberta", "xlm-roberta"),
 }
 # Published under a model_type that transformers does not know, with the architecture of one that it does.
 ALIASES = {

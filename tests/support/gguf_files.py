@@ -36,11 +36,15 @@ _LAYER = {
 }
 _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _GEMMA = {**_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
-_OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+_OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
+}
 
 
 # llama.cpp rotates neighbours in these, so the converter reorders rows of q and k.
-_PAIRED = ("baichuan", "deci", "internlm2", "llama", "muse-glimmer", "smollm3")
+_PAIRED = ("baichuan", "deci", "internlm2", "llama", "llama-embed", "muse-glimmer", "smollm3", "xverse")
 
 
 def _name(name: str, arch: str) -> str:

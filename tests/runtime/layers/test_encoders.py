@@ -14,7 +14,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.bidirectional import encode_texts
-from tests.support.embedding_models import encoder
+from tests.support.embedding_models import cross_encoder, encoder
 from tests.support.models import CPU
 
 TEXTS = [list(range(5, 90)), list(range(6, 306)), [7], [9, 8, 7, 6, 5, 9, 9], list(range(200, 233))]
@@ -28,6 +28,8 @@ CASES = {
     "mpnet": {},
     "gte": {},
     "gte-no-types-tanh-gelu": {"type_vocab_size": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 48},
+    "eurobert": {},
+    "eurobert-2-key-heads-biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "jina_embeddings_v3": {},
     "jina_embeddings_v3-2-types-theta": {
         "type_vocab_size": 2,
@@ -72,6 +74,18 @@ def test_files_of_a_class_with_a_head_are_read(model_type: str, tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
     with pytest.raises(ModelError, match="'BertForSequenceClassification' has 2 labels: only rerankers"):
         open_model_folder(folder)
+
+
+def test_eurobert_of_a_class_with_a_head(tmp_path: Path) -> None:
+    """The head of the masked language model is ignored, a classifier is refused."""
+    folder = encoder(tmp_path / "model", "eurobert")
+    expected = states(folder, TEXTS)
+    AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    assert all(map(torch.equal, states(folder, TEXTS), expected))
+    classifier = cross_encoder(tmp_path / "classifier", "eurobert")
+    with pytest.raises(ModelError, match="classifier"):
+        load_model(open_model_folder(classifier), CPU)
 
 
 def test_nomic_embed_as_published(tmp_path: Path) -> None:

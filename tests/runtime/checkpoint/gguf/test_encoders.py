@@ -7,9 +7,9 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import RobertaTokenizerFast
+from transformers import AutoModel, RobertaTokenizerFast
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -18,6 +18,7 @@ from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.bidirectional import encode_texts
 from mycli.runtime.tokenizer.tokenizer import TextPair
+from tests.support import gguf_files
 from tests.support.embedding_models import WORD_PIECES, cross_encoder, encoder
 from tests.support.models import CPU
 
@@ -117,6 +118,27 @@ def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     assert tokens[0] == WORD_PIECES.index("[CLS]") and WORD_PIECES.index("[UNK]") in tokens
     torch.testing.assert_close(vector(opened, tokens), vector(original, tokens), rtol=1e-5, atol=1e-6)
     assert opened.config.max_context == original.config.max_context
+
+
+@pytest.mark.parametrize("arch", ["eurobert", "llama-embed"])
+def test_layers_of_llama_with_bidirectional_attention(arch: str, tmp_path: Path) -> None:
+    """The converter says of EuroBERT that it is not causal, and nothing of Llama-Embed-Nemotron."""
+    biases = {"attention_bias": arch == "llama-embed"}
+    folder = encoder(tmp_path / "hf", "eurobert", "mean_tokens", num_key_value_heads=2, vocab_size=97, **biases)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {f"model.{name.removeprefix('model.')}": weight for name, weight in weights.items()},
+        folder / "model.safetensors",
+    )
+    keys = {**gguf_files.byte_tokenizer(97), f"{arch}.pooling_type": 1}
+    if arch == "eurobert":
+        keys |= {"eurobert.attention.causal": False, "eurobert.rope.scaling.type": "none"}
+    gguf_files.write_model(folder, tmp_path / "a.gguf", arch, "F32", config, keys)
+    opened, tokens = open_model_folder(tmp_path / "a.gguf"), list(range(5, 60))
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens]))
+    expected = torch.nn.functional.normalize(reference.last_hidden_state[0].mean(0), dim=0)
+    torch.testing.assert_close(vector(opened, tokens), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", [None, "mean", "cls"])

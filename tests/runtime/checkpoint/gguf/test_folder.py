@@ -78,6 +78,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"pangu-embedded.rope.freq_base": 10000.0},
     ),
     "baichuan-mha": ("baichuan", "llama", {"num_key_value_heads": 4}, {}),
+    "xverse-mha": ("xverse", "llama", {"num_key_value_heads": 4}, {}),
+    "orion-gqa4:2": (
+        "orion",
+        "stablelm",
+        {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, **IDS},  # the converter writes a key of this name
+        {"orion.attention.layer_norm_epsilon": 1e-5},
+    ),
     "hunyuan_vl-alpha": (
         "hunyuan_vl",
         "hunyuan_v1_dense",
