@@ -23,7 +23,7 @@ _REASONS = {
     ),
     "its attention biases by distance (ALiBi) are not implemented": "bloom mpt",
     "its layout of queries, keys and values is not implemented": (
-        "codegen dbrx falcon gpt_neox gpt_neox_japanese gptj persimmon"
+        "codegen dbrx gpt_neox gpt_neox_japanese gptj persimmon"
     ),
     "its indexer attention, which selects keys for each query, is not implemented": (
         "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm5_next glm5_next_text glm_moe_dsa hy_v4 "

@@ -69,13 +69,14 @@ _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p
 _MINICPM5 = (_THREE_DIGITS, _HEAD + r"|\p{N}+" + _TAIL)
 
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")  # of llama.cpp, for files without a rule
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")
 
 # Patterns that are safe to run in this process: backtracking is bounded by a run of letters, digits, marks or blanks.
 KNOWN_PATTERNS = frozenset(
     (
         *(LLAMA3, QWEN2, QWEN35, GPT2, TEKKEN, O200K, SEED, JAIS2, _THREE_DIGITS, _KANA, _DEEPSEEK, *_CODER),
         *(_LINES, _ASIAN, _PHRASES, _ALIGNED_NUMBERS, *_ALIGNED),
-        *(_DEFAULT[0], _DEFAULT[2]),
+        *(_DEFAULT[0], _DEFAULT[2], _FALCON[0]),
         *(*_DEEPSEEK_LLM, _KIMI, *_YOUTU, _BAILING, *_MINICPM5),
         r"\p{N}",
         r"[0-9]",
@@ -127,6 +128,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA_BPE),
     "jina-v5-nano": _LLAMA_BPE,
+    "falcon": PreTokenizer(_FALCON),
     "smaug-bpe": _CL100K,
     "dbrx": _CL100K,
     "chatglm-bpe": _CL100K,

@@ -116,6 +116,8 @@ def stored_name(model_type: str, name: str) -> str:
     """Return the checkpoint name of a module of transformers' model, which some families convert."""
     shared = {"hy_v3": ".shared_mlp.", "laguna": ".shared_expert."}.get(model_type, ".shared_experts.")
     name = name.replace(".shared_experts.", shared) if model_type != "nemotron_h" else name
+    if model_type == "falcon":
+        return name.replace("transformer.h.", "model.layers.")
     if name.startswith("backbone."):
         return f"model.{name.removeprefix('backbone.')}"
     if model_type in ("kimi_linear", "bailing_hybrid"):

@@ -161,6 +161,7 @@ NAMES = (
     "internlm3-tied-mqa",
     "iquestcoder-hd24",
     "jais2-gqa4:2",
+    "falcon-7b",
     "nemotron-half-rotated",
     "nemotron-tied-biases",
     "olmo-clip",

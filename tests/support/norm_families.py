@@ -43,6 +43,8 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi",
         {**IDS, "qk_layernorm": True, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "hidden_act": "relu2"},
     ),
+    "falcon-biases-untied": ("falcon", {**IDS, "ffn_hidden_size": 88, "bias": True, "tie_word_embeddings": False}),
+    "falcon-7b": ("falcon", {**IDS, "num_kv_heads": 1}),  # without the key, its class saves the number of heads
     "nemotron-half-rotated": ("nemotron", {**IDS, "head_dim": 24}),
     "nemotron-tied-biases": (
         "nemotron",

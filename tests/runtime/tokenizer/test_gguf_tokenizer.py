@@ -286,6 +286,7 @@ def test_several_templates_keep_their_names() -> None:
         ("minicpm5", "I|'m| 中文abc| |123|4| don|'t|한글x|\n\n| | é|\u0301| ab|!!| "),
         ("minerva-7b", "I|'m| 中文abc| |1|2|3|4| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
         ("default", "I|'|m| 中文abc| |123|4| don|'|t한글x|\n\n | é|\u0301| ab|!!| "),
+        ("falcon", "I|'|m| 中文abc| |123|4| don|'|t한글x|\n\n| é|\u0301| ab|!!| "),
         ("gigachat", "I|'m| 中文abc| 1234| don|'t|한글x|\n\n | é|\u0301| ab|!!| "),
         ("jais-2", "|".join(["x", *(" " * count for count in (512, 256, 128, 64, 32, 16, 8, 4, 2, 1))])),
     ],
@@ -310,6 +311,7 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
     [
         ("qwen2", 9, "qwen2"),
         ("phi2", 9, "phi-2"),
+        ("falcon", 9, "falcon"),
         ("starcoder2", 9, "starcoder"),
         ("llama", 9, "default"),
         ("stablelm", 50432, "gpt-2"),
