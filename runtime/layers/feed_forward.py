@@ -65,7 +65,7 @@ class Experts(LayerPart):
     """The mixture of experts that an `ExpertsSpec` declares; the shared expert, if any, is computed first."""
 
     def __init__(self, spec: ExpertsSpec) -> None:
-        super().__init__(spec)
+        super().__init__(spec, spec.normed_residual)
         self.spec = spec
         self.router = Linear((spec.router,))
         self.shared = None if spec.shared is None else Mlp(spec.shared.mlp)

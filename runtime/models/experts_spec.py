@@ -73,6 +73,7 @@ class ExpertsSpec:
     # Experts read a projection of the input and their sum is projected back (Nemotron 3); the router reads the input.
     enter: LinearSpec | None = None
     leave: LinearSpec | None = None
+    normed_residual: bool = False  # as in `AttentionSpec`
 
     @property
     def top_k(self) -> int:

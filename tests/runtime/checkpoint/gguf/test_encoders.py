@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModel, RobertaTokenizerFast
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -120,6 +121,88 @@ def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     assert opened.config.max_context == original.config.max_context
 
 
+def _nomic_moe(weights: dict[str, Tensor], tokens: list[int], heads: int) -> Tensor:
+    """Return the states that llama.cpp's build_moe_ffn and the layers around it define, with exact GELU."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+    x = norm(weights["token_embd.weight"][tokens] + weights["token_types.weight"][0], "token_embd_norm")
+    dim = x.shape[-1] // heads
+    angles = torch.outer(torch.arange(len(tokens)), 10000.0 ** -(torch.arange(0, dim, 2) / dim)).repeat(1, 2)
+    for index in range(4):
+        block = f"blk.{index}"
+        q, k, v = (
+            part.view(len(tokens), heads, dim).transpose(0, 1) for part in linear(x, f"{block}.attn_qkv").chunk(3, -1)
+        )
+        q, k = (
+            part * angles.cos() + torch.cat((-part[..., dim // 2 :], part[..., : dim // 2]), -1) * angles.sin()
+            for part in (q, k)
+        )
+        attended = ((q @ k.transpose(1, 2)) * dim**-0.5).softmax(-1) @ v
+        attended = linear(attended.transpose(0, 1).flatten(1), f"{block}.attn_output")
+        x = norm(x + attended, f"{block}.attn_output_norm")
+        if index % 2 == 0:
+            y = linear(functional.gelu(linear(x, f"{block}.ffn_up")), f"{block}.ffn_down")
+        else:
+            best = linear(x, f"{block}.ffn_gate_inp").softmax(-1).topk(2)
+            up, down = (weights[f"{block}.ffn_{part}_exps.weight"][best.indices] for part in ("up", "down"))
+            outputs = down @ functional.gelu(up @ x[:, None, :, None])
+            y = (outputs[..., 0] * best.values[..., None]).sum(1)
+        x = norm(x + y, f"{block}.layer_output_norm")
+    return x
+
+
+def test_an_encoder_with_experts(tmp_path: Path) -> None:
+    """Nomic Embed 2, for which transformers has no class: tensors are named and shaped as llama.cpp loads them."""
+    torch.manual_seed(6)
+    hidden, inner, experts = 32, 48, 4
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (97, hidden), "token_types.weight": (1, hidden)}
+    norms, linears = ["token_embd_norm"], {}
+    for index in range(4):
+        block = f"blk.{index}"
+        norms += [f"{block}.attn_output_norm", f"{block}.layer_output_norm"]
+        linears |= {f"{block}.attn_qkv": (3 * hidden, hidden), f"{block}.attn_output": (hidden, hidden)}
+        if index % 2 == 0:
+            linears |= {f"{block}.ffn_up": (inner, hidden), f"{block}.ffn_down": (hidden, inner)}
+        else:
+            shapes |= {f"{block}.ffn_gate_inp.weight": (experts, hidden)}
+            shapes |= {f"{block}.ffn_up_exps.weight": (experts, inner, hidden)}
+            shapes |= {f"{block}.ffn_down_exps.weight": (experts, hidden, inner)}
+    for name, shape in (linears | dict.fromkeys(norms, (hidden,))).items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    weights = {name: torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    arch = "nomic-bert-moe"
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", arch)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_block_count(4)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(2)
+    writer.add_moe_every_n_layers(2)
+    for key, value in gguf_files.byte_tokenizer(97).items():
+        add = {int: writer.add_uint32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
+    for name, weight in weights.items():
+        writer.add_tensor(name, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokens = list(range(5, 60))
+    expected = functional.normalize(_nomic_moe(weights, tokens, 4).mean(0), dim=0)
+    torch.testing.assert_close(vector(open_model_folder(tmp_path / "a.gguf"), tokens), expected, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("arch", ["eurobert", "llama-embed"])
 def test_layers_of_llama_with_bidirectional_attention(arch: str, tmp_path: Path) -> None:
     """The converter says of EuroBERT that it is not causal, and nothing of Llama-Embed-Nemotron."""
@@ -137,7 +220,7 @@ def test_layers_of_llama_with_bidirectional_attention(arch: str, tmp_path: Path)
     gguf_files.write_model(folder, tmp_path / "a.gguf", arch, "F32", config, keys)
     opened, tokens = open_model_folder(tmp_path / "a.gguf"), list(range(5, 60))
     reference = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens]))
-    expected = torch.nn.functional.normalize(reference.last_hidden_state[0].mean(0), dim=0)
+    expected = functional.normalize(reference.last_hidden_state[0].mean(0), dim=0)
     torch.testing.assert_close(vector(opened, tokens), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
