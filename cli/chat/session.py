@@ -38,7 +38,8 @@ def thinking(template: ChatTemplate, enabled: bool) -> dict[str, bool]:
 class Chat:
     """A conversation with a loaded model; `arguments` are passed to its chat template.
 
-    reasoning_budget: tokens of reasoning, None for any number; deadline: seconds of a reply, None for any time.
+    limit: tokens of a reply, None for all that the context has room for; reasoning_budget: tokens of reasoning, None
+    for any number; deadline: seconds of a reply, None for any time.
     """
 
     call: Call
@@ -49,6 +50,7 @@ class Chat:
     escapes: bool = False
     markdown: bool = False
     overflow: Overflow = "refuse"
+    limit: int | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     session_file: SessionFile | None = None
     reasoning_budget: int | None = None
@@ -74,6 +76,7 @@ class Chat:
                 self.loaded.engine,
                 prompt,
                 self.sampling,
+                limit=self._limit(prompt),
                 stops=self.stops,
                 grammar=self._grammar(prompt),
                 deadline=self.deadline,
@@ -87,8 +90,14 @@ class Chat:
         if self.call.out.json_mode:
             self.call.out.json_record({"model": self.loaded.source.name, **describe(reply)})
         else:
+            if len(reply.tokens) == self.limit:
+                self.call.out.note(f"(stopped after {pluralize(self.limit, 'token')})")
             self.call.out.footer(self.statistics(reply))
         self.save_session()
+
+    def _limit(self, prompt: list[int]) -> int | None:
+        room = self.loaded.engine.context - len(prompt)
+        return self.limit if self.limit is not None and self.limit < room else None
 
     @cached_property
     def _grammar(self) -> GrammarOfPrompt:

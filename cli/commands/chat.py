@@ -40,6 +40,12 @@ def chat(
     think: Annotated[
         str | None, options.option("--think", "on|off", "Turn reasoning on or off.", show_default="from the template")
     ] = None,
+    limit: Annotated[
+        int | None,
+        options.limit(
+            "-n --max-tokens", "Maximum number of tokens of a reply.", show_default="the room of the context"
+        ),
+    ] = None,
     markdown: Annotated[bool, options.flag("--markdown", "Render replies as Markdown on a terminal.")] = False,
     escapes: options.Escapes = False,
     *,
@@ -91,6 +97,7 @@ def chat(
         escapes=escapes,
         markdown=markdown,
         overflow=overflow_policy,
+        limit=None if limit == options.NO_LIMIT else limit,
         arguments={} if think is None else thinking(template, think == "on"),
         session_file=session_file,
         reasoning_budget=reasoning.budget,

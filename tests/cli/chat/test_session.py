@@ -196,5 +196,14 @@ def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:
     assert len(chat.conversation.turns) == 12
 
 
+def test_a_reply_is_limited_to_a_number_of_tokens_or_the_room_of_the_context(chat: Chat) -> None:
+    chat.limit = 3
+    chat.answer("What is the capital of Japan?")
+    assert len(chat.last.tokens) == 3
+    chat.limit = 90  # more than the context of 96 has room for
+    chat.answer("What is the capital of Japan?")
+    assert chat.last.finish_reason == "stop"
+
+
 def test_counts_are_short() -> None:
     assert (compact(212), compact(1234)) == ("212", "1.2k")
