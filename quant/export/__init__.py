@@ -65,13 +65,13 @@ def targets() -> list[str]:
 def find_export_target(name: str) -> tuple[ExportTarget, str]:
     """Parse `NAME[:VARIANT]` and import the target. Raises UsageError listing the choices."""
     kind, colon, variant = name.lower().partition(":")
+    module = cast(ExportTarget, importlib.import_module(f"{__name__}.{kind}")) if kind in targets() else None
+    if module is not None and (not colon or variant in module.VARIANTS):
+        return module, variant
     mix = variant if kind == "gguf" else kind
     if mix in MIXES:
         raise UsageError(f"{name}: a mix of types is made by quantizing", code="gguf-mix", data={"type": mix})
-    if kind in targets():
-        module = cast(ExportTarget, importlib.import_module(f"{__name__}.{kind}"))
-        if not colon or variant in module.VARIANTS:
-            return module, variant
+    if module is not None:
         known = ", ".join(f"{kind}:{variant}" for variant in module.VARIANTS) or kind
         raise UsageError(f"{name}: not a variant of {kind}", f"choose from: {known}")
     raise UsageError(f"{name}: not a layout that export can write", f"choose from: {', '.join(targets())}")

@@ -20,7 +20,9 @@ _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOT
 _PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _FREE_SPACE = "free some space, or choose a folder on another disk"
-_SMALLER_FILES = "choose a folder on a disk that allows larger files (FAT32: less than 4 GiB); see also ulimit -f"
+_SMALLER_FILES = (
+    "choose a disk that allows larger files (FAT32: less than 4 GiB), or raise the shell's limit of file sizes"
+)
 
 
 def expand_user(path: str | Path) -> Path:
