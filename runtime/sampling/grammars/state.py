@@ -197,7 +197,7 @@ class GrammarState:
         """
         if self._ended:
             return token
-        saved = self._ending.save()
+        saved, room = self._ending.save(), self._room()
         self.shortened = self.shortened or token == self._pushed
         self._consume(token)
         if token in self._table.ends:
@@ -206,7 +206,7 @@ class GrammarState:
         # A token may open something whose ending is longer than all tokens that are left. The ending before it still
         # fits.
         before, after = saved[1], self._ending.tokens
-        if before is not None and after is not None and len(after) > self._left() - 1 >= len(before) - 1:
+        if before is not None and after is not None and len(after) > room >= len(before) - 1:
             self._parser.rollback(1)
             self._ending.restore(saved)
             token = before[0]
@@ -242,22 +242,27 @@ class GrammarState:
             left = min(left, (self._limits.ends_at - self._limits.clock()) // self._token_seconds)
         return left
 
+    def _room(self) -> float:
+        """Return how many tokens, the end token included, an ending after the next token may have."""
+        left = self._left()
+        # Without room for the end token, the last token may be that of the text.
+        return left - 1 if left >= len(self._ending.tokens or ()) else left
+
     def _must_end(self) -> bool:
         return self._left() <= len(self._ending.tokens or ())
 
     def _needs_no_lead(self, token: int) -> bool:
         # One of several words, a digit or another key is not what has to be ended: if its own ending fits the limits,
         # the model chooses. It also chooses how a reply begins for which the limit has no room.
-        length, left = len(self._ending.tokens or ()), self._left()
-        if self._limits.tokens is not None and self._limits.tokens - self._count < length - 1:
+        tokens = self._limits.tokens
+        if tokens is not None and tokens - self._count < len(self._ending.tokens or ()) - 1:
             return True
         branch = self._parser.deep_copy()
         ending = self._ending.copy(branch)
         if not branch.consume_token(token):
             return False
         ending.advance(token)
-        room = left - 1 if left >= length else left  # the last token may be that of the text, not the end token
-        return ending.tokens is not None and len(ending.tokens) <= room and not self._ending.follows(ending)
+        return ending.tokens is not None and len(ending.tokens) <= self._room() and not self._ending.follows(ending)
 
     def _must_close_reasoning(self) -> bool:
         length = len(self._ending.tokens or ())

@@ -128,6 +128,13 @@ def test_the_ending_is_one_after_every_token(pico: Tokenizer) -> None:
             assert parser.try_consume_tokens(ending[:-1]) == len(ending) - 1 and parser.is_accepting()
 
 
+@pytest.mark.parametrize("name", ["array", "formats"])
+def test_a_reply_parses_at_a_limit_that_has_room_for_all_but_the_end_token(pico: Tokenizer, name: str) -> None:
+    grammar = grammar_of(SCHEMAS[name], pico)
+    for seed in range(20):
+        json.loads(pico.decode(draw(pico, grammar, ReplyLimits(shortest(grammar) - 1), seed, dislike="")))
+
+
 def test_a_limit_without_room_for_an_ending_is_used_up(pico: Tokenizer) -> None:
     grammar = grammar_of(SCHEMAS["person"], pico)
     assert len(draw(pico, grammar, ReplyLimits(shortest(grammar) - 1))) == shortest(grammar) - 1
