@@ -173,6 +173,8 @@ class Scheduler:
             if part is not None:
                 scheduled.append(part)
                 scorable -= part.count if part.scored else 0
+                if not scorable:  # others would hold a place without work
+                    queue = [other for other in queue if not other.scored]
             elif sequence is waiting and sequence.status is not Status.RUNNING:
                 queue = []
         return scheduled

@@ -364,7 +364,7 @@ def test_the_time_before_the_first_turn_is_kept_through_a_preemption() -> None:
 
 
 def test_a_pass_keeps_logits_of_a_bounded_number_of_prompt_tokens() -> None:
-    machine = Scheduler(BlockPool(64, PrefixIndex(16)), Limits(512, 512, 16))
+    machine = Scheduler(BlockPool(64, PrefixIndex(16)), Limits(512, 512, 4))
     scored = [machine.submit(Request((index,) * 50, limit=1, prompt_logprobs=True)) for index in range(5)]
     other = machine.submit(Request((9,) * 50, limit=1))
     parts = machine.schedule()
