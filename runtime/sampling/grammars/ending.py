@@ -136,9 +136,15 @@ class Ending:
         search = _Search(self._parser, self._table, self._closings, self.tokens or [], self._symbols)
         quoted = search.run(_CLOSING, tries)
         other = search.run(_CLOSING[1:] + _CLOSING[:1], tries if quoted is None else min(2 * len(quoted), tries))
-        paths = [quoted, other]
+        paths = [self._rest()] if quoted is None and other is None else [quoted, other]
         endings = [(self._spell(path), path) for path in paths if path is not None]
         self.tokens, self._symbols = min(endings, key=lambda ending: len(ending[0]), default=(None, ()))
+
+    def _rest(self) -> Symbols | None:
+        # A later part of the previous ending: the reply has chosen a later key of an object.
+        starts = range(len(self._symbols) - 1, 0, -1)
+        rests = (self._symbols[start:] for start in starts)
+        return next((rest for rest in rests if _completes(self._parser, self._table.tokens(rest))), None)
 
 
 class _Search:

@@ -128,6 +128,17 @@ def test_the_ending_is_one_after_every_token(pico: Tokenizer) -> None:
             assert parser.try_consume_tokens(ending[:-1]) == len(ending) - 1 and parser.is_accepting()
 
 
+def test_a_later_key_than_that_of_the_ending_keeps_the_rest_of_it(pico: Tokenizer) -> None:
+    """Without it no ending is found: an object with other keys may have many before a required one."""
+    row = {"type": "array", "items": {"enum": ["a long sentence of words", "B"]}, "minItems": 2, "maxItems": 4}
+    rows = {"type": "array", "items": row, "minItems": 3, "maxItems": 3}
+    fields = {"a": {"type": "integer"}, "name": {"type": "boolean"}, "rows": rows}
+    state = grammar_of({"type": "object", "properties": fields, "required": ["name", "rows"]}, pico).start()
+    for token in pico.encode('{"name": false', add_special=False):
+        state.accept(token)
+        assert state._ending.tokens is not None
+
+
 @pytest.mark.parametrize("name", ["array", "formats"])
 def test_a_reply_parses_at_a_limit_that_has_room_for_all_but_the_end_token(pico: Tokenizer, name: str) -> None:
     grammar = grammar_of(SCHEMAS[name], pico)
