@@ -14,8 +14,10 @@ from mycli.cli.commands.estimate import _parse_share
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device import probe
 from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.device.system import Memory
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.embedding_models import encoder
@@ -32,8 +34,9 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> str:
-    """Create a folder that contains only the config.json of Llama-3.1-8B."""
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Create a folder that contains only the config.json of Llama-3.1-8B, on a machine that has room for it."""
+    monkeypatch.setattr(probe, "memory", lambda: Memory(32 << 30, 32 << 30, "machine"))
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-8B"]["config"]))
