@@ -111,7 +111,7 @@ def quick_configs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from mycli.runtime.models import registry
 
-    (guard,) = {kind for kind in PreTrainedConfig.__mro__[1:-1] if "__getattribute__" in vars(kind)}
-    monkeypatch.delattr(guard, "__getattribute__")
+    for guard in [kind for kind in PreTrainedConfig.__mro__[1:-1] if "__getattribute__" in vars(kind)]:
+        monkeypatch.delattr(guard, "__getattribute__")
     monkeypatch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
     monkeypatch.setattr(registry, "families", cache(registry.families))

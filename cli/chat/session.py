@@ -90,7 +90,7 @@ class Chat:
         if self.call.out.json_mode:
             self.call.out.json_record({"model": self.loaded.source.name, **describe(reply)})
         else:
-            if len(reply.tokens) == self.limit:
+            if reply.finish_reason == "length" and len(reply.tokens) == self.limit:
                 self.call.out.note(f"(stopped after {pluralize(self.limit, 'token')})")
             self.call.out.footer(self.statistics(reply))
         self.save_session()

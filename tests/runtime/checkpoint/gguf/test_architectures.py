@@ -1,7 +1,9 @@
 """Test keys and tensor names recorded from llama.cpp's converter, one model per architecture."""
 
+import json
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,14 @@ import torch
 from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next, written_architecture
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_factors
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support import gguf_files
+from tests.support.families import make
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_facts import FACTS, gguf_folder
 from tests.support.gguf_files import byte_tokenizer
@@ -365,3 +370,12 @@ def test_rows_of_delta_nets_are_sorted_by_kind(monkeypatch: pytest.MonkeyPatch) 
     config: Any = None
     starts = [(part.start, len(part)) for part in qwen3next._by_kind(config)]
     assert starts == [(0, 3), (26, 3), (3, 3), (29, 3), (6, 10), (32, 10), (16, 10), (42, 10)]
+
+
+def test_baichuan_of_13b_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "hf", "llama", {"num_key_value_heads": 4})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), "baichuan.block_count": 40}
+    gguf_files.write_model(tmp_path / "hf", tmp_path / "model.gguf", "baichuan", "F32", config, keys)
+    with pytest.raises(ModelError, match="ALiBi"):
+        open_model_folder(tmp_path / "model.gguf")

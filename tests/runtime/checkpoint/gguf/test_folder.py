@@ -275,15 +275,6 @@ def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
         assert place is not None and place.name == expected and architecture.hf_name(place.name) == name
 
 
-def test_baichuan_of_13b_is_refused(tmp_path: Path) -> None:
-    make(tmp_path / "hf", "llama", {"num_key_value_heads": 4})
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    keys = {**gguf_files.byte_tokenizer(config["vocab_size"]), "baichuan.block_count": 40}
-    gguf_files.write_model(tmp_path / "hf", tmp_path / "model.gguf", "baichuan", "F32", config, keys)
-    with pytest.raises(ModelError, match="ALiBi"):
-        open_model_folder(tmp_path / "model.gguf")
-
-
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
     changes = {"hidden_size": 128, "intermediate_size": 192}
