@@ -3,7 +3,8 @@
 python -m tests.support.code_model OUT [--steps N]
 
 Next to the folder OUT it writes `OUT.calibration.txt`, code that the model has read, and `OUT.held-out.txt`, files that
-it has not. The default number of steps takes 25 minutes on two cores with bf16 dot products.
+it has not. The default number of steps takes 25 minutes on two cores with bf16 dot products; `OUT.steps` holds the
+latest tenth step, from which the same command continues if it was stopped.
 """
 
 import argparse
@@ -94,8 +95,11 @@ def _loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
-def train(model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, steps: int) -> None:
-    """Train on random windows of `tokens`; print the loss, and that of the first windows of `held_out`."""
+def train(model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, steps: int, saved: Path) -> None:
+    """Train on random windows of `tokens`; print the loss, and that of the first windows of `held_out`.
+
+    `saved` is the file of the latest tenth step, from which training continues.
+    """
     matrices = [value for name, value in model.named_parameters() if value.ndim == 2 and "embed" not in name]
     others = [value for name, value in model.named_parameters() if value.ndim != 2 or "embed" in name]
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [
@@ -104,7 +108,15 @@ def train(model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, steps: int)
     ]
     generator, started = torch.Generator().manual_seed(0), time.monotonic()
     unseen = held_out[: 16 * (SEQ + 1)].view(16, SEQ + 1)
-    for step in range(steps):
+    first = 0
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        generator.set_state(state["generator"])
+        for (optimizer, _), values in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+    for step in range(first, steps):
         share = min(1.0, (step + 1) / 40, max(0.02, 1.5 * (1 - step / steps)))
         for optimizer, rate in optimizers:
             for group in optimizer.param_groups:
@@ -116,10 +128,14 @@ def train(model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, steps: int)
         for optimizer, _ in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % 10 == 0:
+            states = [optimizer.state_dict() for optimizer, _ in optimizers]
+            state = {"step": step + 1, "model": model.state_dict(), "generator": generator.get_state()}
+            torch.save({**state, "optimizers": states}, saved)
         if (step + 1) % 50 == 0 or step + 1 == steps:
             with torch.no_grad():
                 found = sum(float(_loss(model, part)) for part in unseen.split(4)) / 4
-            rate = (step + 1) * BATCH * SEQ / (time.monotonic() - started)
+            rate = (step + 1 - first) * BATCH * SEQ / (time.monotonic() - started)
             print(f"step {step + 1}: loss {loss.item():.3f}, held-out {found:.3f}, {rate:.0f} tokens/s", flush=True)
 
 
@@ -132,13 +148,15 @@ def write(out: Path, steps: int = STEPS) -> None:
     model = LlamaForCausalLM(config())
     count = sum(value.numel() for value in model.parameters())
     print(f"{len(shown)} files, {len(tokens):,} tokens, {count:,} parameters", flush=True)
-    train(model, tokens, unseen, steps)
+    saved = out.with_name(f"{out.name}.steps")
+    train(model, tokens, unseen, steps, saved)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": 2048}
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     for name, texts in (("calibration", shown), ("held-out", hidden)):
         out.with_name(f"{out.name}.{name}.txt").write_text("\n".join(texts)[:_TEXT], encoding="utf-8")
+    saved.unlink(missing_ok=True)
 
 
 def main() -> None:
