@@ -26,6 +26,7 @@ from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streams import Streams
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import LinearSpec
 
 _EMBEDDING = f"{EMBEDDING}.weight"
@@ -51,7 +52,7 @@ class SideInputs:
             self._embedding = model.source.read(_EMBEDDING)[occurring]
             self._table = model.source.read(f"{config.per_layer_table().name}.weight")[self._per_layer.rows(occurring)]
             self._projection = model.source.read(f"{config.per_layer_projection().name}.weight")
-            self._per_layer.norm.load(model.source.checkpoint, model.placement.device, model.placement.dtype)
+            self._per_layer.norm.load(model.stored_weights)
 
     def twin(self) -> "SideInputs":
         twin = copy(self)
@@ -94,11 +95,14 @@ class StreamedModel:
         if self.activations is not None:
             self.packings = self.activations.packings(self.packings)
         self.source = SourceWeights(folder, placement.dtype)
-        self._checkpoint, self._dense = self.source.checkpoint, dense
+        self.stored_weights = CheckpointWeights(
+            self.source.checkpoint, self.packings, placement.device, placement.dtype
+        )
+        self._dense = dense
         self._norm = self.final_norm()
         self.streams = Streams(self.config) if self.config.streams > 1 else None
         if self.streams is not None:
-            self.streams.load(self._checkpoint, placement.device, placement.dtype)
+            self.streams.load(self.stored_weights)
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
@@ -118,7 +122,7 @@ class StreamedModel:
 
     def final_norm(self) -> RMSNorm:
         norm = RMSNorm(self.config.norm())
-        norm.load(self._checkpoint, self.placement.device, self.placement.dtype)
+        norm.load(self.stored_weights)
         return norm
 
     def share_head(self, other: "StreamedModel") -> None:
@@ -133,13 +137,13 @@ class StreamedModel:
                 table = self.source.read(_EMBEDDING).to(self.placement.device, self.placement.dtype)
                 self._head.replace(table)
             else:
-                self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
+                self._head.load(self.stored_weights)
         return self._head
 
     def block(self, layer: int) -> Block:
         """Read a layer; drop it before reading the next."""
         block = Block(self.config.layer(layer))
-        block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
+        block.load(self.stored_weights)
         if self._dense and self.packings:
             for linear in block.products.values():
                 linear.replace(linear.weight().to(self.placement.dtype))
@@ -149,7 +153,7 @@ class StreamedModel:
     def prefetch(self, layer: int) -> None:
         """Ask the operating system to read a layer ahead; does not wait and never fails."""
         for name, _ in self.config.layer(layer).tensors():
-            self._checkpoint.prefetch(name)
+            self.source.checkpoint.prefetch(name)
 
     def batches(self, stream: Tensor) -> list[slice]:
         """Split the windows of `stream` [windows, context, hidden] into batches of about `at_once` tokens."""

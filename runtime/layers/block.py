@@ -1,13 +1,12 @@
 """One decoder layer: its parts in order, each a generator of products; see `LayerSpec`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.latent import LatentAttention
@@ -16,11 +15,11 @@ from mycli.runtime.layers.linear import Linear, load_linears
 from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, PerLayerSpec, StreamsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import PromptCopy
 
 if TYPE_CHECKING:
@@ -54,15 +53,13 @@ class Attention(LayerPart):
         self.unquantized = tuple(linear for linear in dense if linear is not None)
         self.sinks: Tensor | None = None
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().load_own(checkpoint, packings, device, dtype)
+    def load_own(self, weights: CheckpointWeights) -> None:
+        super().load_own(weights)
         if self.spec.sinks is not None:
-            self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
+            self.sinks = weights.read(self.spec.sinks, torch.float32)
         for rearranged in (self.differential, self.key_bias):
             if rearranged is not None:
-                rearranged.load(checkpoint, device)
+                rearranged.load(weights)
 
     @property
     def kv_layer(self) -> int:
@@ -163,11 +160,9 @@ class Recurrent(LayerPart):
         self.products = (self.mixer.projection, self.mixer.out)
         self.unquantized = self.mixer.unquantized
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().load_own(checkpoint, packings, device, dtype)
-        self.mixer.load(checkpoint, device)
+    def load_own(self, weights: CheckpointWeights) -> None:
+        super().load_own(weights)
+        self.mixer.load(weights)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         projected = yield self.mixer.projection, x
@@ -230,14 +225,12 @@ class AlternatingUpdates(nn.Module):
         self.products = (*attention.products, *mlp.products, *per_layer.products)
         self.unquantized = (self.left, self.right, self.router, self.prediction, self.correction)
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_own(self, weights: CheckpointWeights) -> None:
         """Read the tensors that belong to none of the parts."""
         for linear in self.unquantized:
-            linear.load(checkpoint, packings, device, dtype, dense=True)
+            linear.load(weights, dense=True)
         if self.spec.scales:
-            self.scale = checkpoint.read(self.spec.scale).to(device, dtype)
+            self.scale = weights.read(self.spec.scale)
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """Yield the products of all parts; x: the streams side by side, [sequences, tokens, count * hidden]."""
@@ -331,27 +324,21 @@ class Block(nn.Module):
         """Keep copies of packed weights for prompts; return how many products have none."""
         return sum(not linear.keep_prompt_copy(kind, dtype) for linear in self.products.values())
 
-    def load(
-        self,
-        checkpoint: Checkpoint,
-        packings: Mapping[str, Packing],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def load(self, weights: CheckpointWeights) -> None:
         modules = (self.mixer, self.state_space, self.mlp, self.per_layer)
         parts = [part for part in modules if part is not None]
         for norm in self._norms():
-            norm.load(checkpoint, device, dtype)
+            norm.load(weights)
         resident = (linear for part in parts for linear in part.resident_products)
-        load_linears(resident, checkpoint, packings, device, dtype)
+        load_linears(resident, weights)
         for part in parts:
-            part.load_own(checkpoint, packings, device, dtype)
+            part.load_own(weights)
         if self.streams is not None:
-            self.streams.load_own(checkpoint, packings, device, dtype)
+            self.streams.load_own(weights)
         for part, name in zip(parts, self.spec.residual_gains or (), strict=False):
-            part.gain = checkpoint.read(name).to(device, dtype)
+            part.gain = weights.read(name)
         if self.spec.layer_scalar is not None:
-            parts[-1].scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
+            parts[-1].scalar = weights.read(self.spec.layer_scalar)
 
     def freeze(self) -> None:
         """Prepare the weights of experts and of latent attention, which do not change from now on."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import ClassifierSpec, LinearSpec
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": functional.gelu}
@@ -26,12 +27,12 @@ class Classifier(nn.Module):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self._dense, *self._norm, *self._out) if part is not None)
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        self._dense, self._out = _read(checkpoint, self._spec.dense), _read(checkpoint, self._spec.out)
+    def load(self, weights: CheckpointWeights) -> None:
+        self._dense, self._out = _read(weights.checkpoint, self._spec.dense), _read(weights.checkpoint, self._spec.out)
         norm = self._spec.norm
         if norm is not None:
-            bias = checkpoint.read(norm.bias_tensor).float() if norm.bias else None
-            self._norm = checkpoint.read(norm.tensor).float(), bias
+            bias = weights.checkpoint.read(norm.bias_tensor).float() if norm.bias else None
+            self._norm = weights.checkpoint.read(norm.tensor).float(), bias
 
     @torch.inference_mode()
     def forward(self, states: Tensor) -> Tensor:

@@ -1,20 +1,18 @@
 """The second half of a layer: an MLP, or a mixture of experts (MoE)."""
 
-from collections.abc import Mapping
 from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM, XIELU
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps
 from mycli.runtime.layers.linear import ExpertLinears, Linear, RoutedProduct
 from mycli.runtime.layers.norm import make_norm, normed
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec
-from mycli.runtime.quantization.scheme import Packing
 
 
 class Mlp(LayerPart):
@@ -29,10 +27,8 @@ class Mlp(LayerPart):
         self.products = (self.gate_up, self.down)
         self._activation_parameters: tuple[Tensor, ...] = ()
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._activation_parameters = tuple(checkpoint.read(name).to(device, dtype) for name, _ in self.spec.parameters)
+    def load_own(self, weights: CheckpointWeights) -> None:
+        self._activation_parameters = tuple(weights.read(name) for name, _ in self.spec.parameters)
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         if self.spec.activation == "xielu":
@@ -87,14 +83,12 @@ class Experts(LayerPart):
         self.correction: Tensor | None = None
         self._activate = ACTIVATION[spec.activation, spec.gated]
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().load_own(checkpoint, packings, device, dtype)
+    def load_own(self, weights: CheckpointWeights) -> None:
+        super().load_own(weights)
         if self.spec.expert_scales is not None:
-            self.scales = checkpoint.read(self.spec.expert_scales).to(device, torch.float32)
+            self.scales = weights.read(self.spec.expert_scales, torch.float32)
         if self.spec.correction_bias is not None:
-            self.correction = checkpoint.read(self.spec.correction_bias[0]).flatten().to(device, torch.float32)
+            self.correction = weights.read(self.spec.correction_bias[0], torch.float32).flatten()
 
     def freeze(self) -> None:
         self.gate_up.freeze()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import KEY_BIAS_WIDTH, AttentionSpec, DifferentialSpec, KeyBiasSpec
 
 
@@ -22,8 +22,8 @@ class DifferentialHeads:
         self.spec, self.differential = spec, differential
         self._subtracted = 0.0
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        q_1, k_1, q_2, k_2 = (checkpoint.read(name).float() for name in self.differential.lambdas)
+    def load(self, weights: CheckpointWeights) -> None:
+        q_1, k_1, q_2, k_2 = (weights.checkpoint.read(name).float() for name in self.differential.lambdas)
         difference = torch.exp((q_1 * k_1).sum()) - torch.exp((q_2 * k_2).sum())
         self._subtracted = float(difference) + self.differential.initial
 
@@ -55,8 +55,8 @@ class KeyBias(nn.Module):
         self._stored = 1.0 / (spec.scale * self._constant)
         self._rate = torch.empty(spec.kv_heads, device="meta")
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        self._rate = checkpoint.read(self.bias.rate).to(device, torch.float32)
+    def load(self, weights: CheckpointWeights) -> None:
+        self._rate = weights.read(self.bias.rate, torch.float32)
 
     def extended(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values with `KEY_BIAS_WIDTH` further values."""

@@ -7,17 +7,15 @@ multiplies (`complete`); calibration reads the inputs instead. Both walk the sam
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.layers.attention import AttentionContext
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 from mycli.runtime.layers.norm import make_norm, normed
 from mycli.runtime.layers.recurrent import PromptStates, RecurrentStates
 from mycli.runtime.layers.rope import RopeTables
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import PartSpec, RopeSpec
-from mycli.runtime.quantization.scheme import Packing
 
 Product = Linear | RoutedProduct
 Steps = Generator[tuple[Product, Tensor], Tensor, Tensor]  # yields a product and its input, is sent its output
@@ -81,12 +79,10 @@ class LayerPart(nn.Module):
         """The products whose weights stay in memory: all but the experts of a `StreamedExperts`."""
         return self.products
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_own(self, weights: CheckpointWeights) -> None:
         """Read the tensors that are neither norms nor `resident_products`."""
         for linear in self.unquantized:
-            linear.load(checkpoint, packings, device, dtype, dense=True)
+            linear.load(weights, dense=True)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         """Compute the part between its norms from x [sequences, tokens, hidden]."""

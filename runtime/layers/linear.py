@@ -4,7 +4,7 @@ Linears that share their input (q, k, v; gate, up) are one product if their pack
 each token by the weights of its experts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint import formats
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import ExpertWeights, Route
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.low_rank import LowRankMatmul, stored_product
 from mycli.runtime.quantization.packed_weight import Matmul, stack
@@ -43,41 +43,35 @@ def _prompt_copy(weight: Tensor, kind: PromptCopy, dtype: torch.dtype) -> Matmul
     return Fp8Weight(weight)
 
 
-def _read_dense(
-    checkpoint: Checkpoint,
-    linears: Sequence[LinearSpec],
-    device: torch.device,
-    dtype: torch.dtype,
-    into: Matmul | None = None,
-) -> Tensor:
+def _read_dense(weights: CheckpointWeights, linears: Sequence[LinearSpec], into: Matmul | None = None) -> Tensor:
     rows, name = sum(linear.out_features for linear in linears), f"{linears[0].name}.weight"
-    shape, stored = (rows, linears[0].in_features), checkpoint.dtype(name)
+    shape, stored = (rows, linears[0].in_features), weights.checkpoint.dtype(name)
     out = into.dequantize() if isinstance(into, DenseMatmul) else None
     if out is None or out.shape != shape or out.dtype != stored or not out.is_cpu:
         out = huge_empty(shape, stored)
     start = 0
     for linear in linears:
-        checkpoint.read_into(f"{linear.name}.weight", out[start : start + linear.out_features])
+        weights.checkpoint.read_into(f"{linear.name}.weight", out[start : start + linear.out_features])
         start += linear.out_features
-    return out.to(device, dtype)
+    return out.to(weights.device, weights.dtype)
 
 
-def _adapted(
-    matmul: Matmul, checkpoint: Checkpoint, linears: Sequence[LinearSpec], device: torch.device, dtype: torch.dtype
-) -> Matmul:
+def _adapted(matmul: Matmul, weights: CheckpointWeights, linears: Sequence[LinearSpec]) -> Matmul:
     """Return the product of packed `linears` with an adapter next to it, or as it is without one."""
     updates, start = [], 0
     for linear in linears:
         rows = slice(start, start + linear.out_features)
-        if (update := checkpoint.update(f"{linear.name}.weight")) is not None:
-            updates.append((rows, update.to(device)))
+        if (update := weights.checkpoint.update(f"{linear.name}.weight")) is not None:
+            updates.append((rows, update.to(weights.device)))
         start = rows.stop
-    return LowRankMatmul(matmul, updates, dense_matmul, dtype) if updates else matmul
+    return LowRankMatmul(matmul, updates, dense_matmul, weights.dtype) if updates else matmul
 
 
 # Latent attention joins a query's projection, which may have no bias, with one that has.
-def _read_bias(checkpoint: Checkpoint, spec: LinearSpec) -> Tensor:
-    return checkpoint.read(f"{spec.name}.bias") if spec.bias else torch.zeros(spec.out_features)
+def _read_bias(weights: CheckpointWeights, spec: LinearSpec) -> Tensor:
+    if spec.bias:
+        return weights.read(f"{spec.name}.bias")
+    return torch.zeros(spec.out_features, device=weights.device, dtype=weights.dtype)
 
 
 class Linear(nn.Module):
@@ -97,20 +91,13 @@ class Linear(nn.Module):
         self.prompt_copy: Matmul | None = None  # multiplies more than `PACKED_ROWS` rows
         self.portable = False  # whether products have the same bits on every CPU
 
-    def load(
-        self,
-        checkpoint: Checkpoint,
-        packings: Mapping[str, Packing],
-        device: torch.device,
-        dtype: torch.dtype,
-        into: Sequence[Matmul] = (),
-        *,
-        dense: bool = False,
-    ) -> None:
+    def load(self, weights: CheckpointWeights, into: Sequence[Matmul] = (), *, dense: bool = False) -> None:
         """Read the weights; neighbours with the same packing become one product, unless their columns are permuted.
 
         into: products whose memory may be reused. dense: a packed weight is dequantized.
         """
+
+        checkpoint, packings, device = weights.checkpoint, weights.packings, weights.device
 
         def packing_key(spec: LinearSpec) -> tuple[Packing | None, str]:
             packing = packings.get(spec.name)
@@ -123,22 +110,22 @@ class Linear(nn.Module):
             stacked = stacked_packing([packing for packing, _ in runs])
         if stacked is not None:
             stored = [formats.read_weight(checkpoint, run, packing, device) for packing, run in runs if packing]
-            matmul = prepare_product(stack(stored, stacked), dtype)
-            matmuls.append(_adapted(matmul, checkpoint, self.specs, device, dtype))
+            matmul = prepare_product(stack(stored, stacked), weights.dtype)
+            matmuls.append(_adapted(matmul, weights, self.specs))
             runs = []
         for packing, linears in runs:
             old = stored_product(into[len(matmuls)]) if len(matmuls) < len(into) else None
             if packing is None:
-                matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))
+                matmuls.append(dense_matmul(_read_dense(weights, linears, old)))
                 continue
             if dense:
-                weights = [formats.read_dense(checkpoint, spec, packings, device) for spec in linears]
-                matmuls.append(dense_matmul(torch.cat(weights).to(dtype)))
+                decoded = [formats.read_dense(checkpoint, spec, packings, device) for spec in linears]
+                matmuls.append(dense_matmul(torch.cat(decoded).to(weights.dtype)))
                 continue
-            matmul = prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old)
-            matmuls.append(_adapted(matmul, checkpoint, linears, device, dtype))
+            matmul = prepare_product(formats.read_weight(checkpoint, linears, packing, device), weights.dtype, old)
+            matmuls.append(_adapted(matmul, weights, linears))
         if any(spec.bias for spec in self.specs):
-            self.bias = torch.cat([_read_bias(checkpoint, spec) for spec in self.specs]).to(device, dtype)
+            self.bias = torch.cat([_read_bias(weights, spec) for spec in self.specs])
         self._keep(matmuls)
 
     def weight(self) -> Tensor:
@@ -194,18 +181,12 @@ class Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def load_linears(
-    linears: Iterable[Linear],
-    checkpoint: Checkpoint,
-    packings: Mapping[str, Packing],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
+def load_linears(linears: Iterable[Linear], weights: CheckpointWeights) -> None:
     """Read the weights of `linears`. On the CPU small ones are moved into one allocation: each is less than a page."""
     small: list[CpuMatmul] = []
     held = 0
     for linear in linears:
-        linear.load(checkpoint, packings, device, dtype)
+        linear.load(weights)
         new = [matmul for matmul in linear.matmuls if isinstance(matmul, CpuMatmul) and matmul.small]
         small, held = small + new, held + sum(matmul.nbytes for matmul in new)
         if held >= GATHER_BYTES:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import LAYER_NORM, RMS_NORM
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import NormSpec
 
 
@@ -30,19 +30,20 @@ class RMSNorm(nn.Module):
         """The name of its tensor in the checkpoint; only for norms that have one."""
         return self.spec.tensor
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def load(self, weights: CheckpointWeights) -> None:
         if self.spec.head_tensors:
-            stacked = torch.stack([checkpoint.read(name) for name in self.spec.head_tensors])
-            self.weight = stacked.to(device, dtype)
+            self.weight = torch.stack([weights.read(name) for name in self.spec.head_tensors])
             return
         if self.spec.name is None:
-            gain_dtype = torch.float32 if self.spec.fp32_gain else dtype
-            self.weight = torch.full((self.spec.size,), self.spec.factor, device=device, dtype=gain_dtype)
+            gain_dtype = torch.float32 if self.spec.fp32_gain else weights.dtype
+            self.weight = torch.full((self.spec.size,), self.spec.factor, device=weights.device, dtype=gain_dtype)
             return
-        stored = checkpoint.read(self.tensor).to(device)
-        self.weight = self._gain(stored.float()) if self.spec.fp32_gain else stored.to(dtype)
+        if self.spec.fp32_gain:
+            self.weight = self._gain(weights.read(self.tensor, torch.float32))
+        else:
+            self.weight = weights.read(self.tensor)
         if self.spec.bias:
-            self.bias = checkpoint.read(self.spec.bias_tensor).to(self.weight)
+            self.bias = weights.read(self.spec.bias_tensor, self.weight.dtype)
 
     def _gain(self, stored: Tensor) -> Tensor:
         return (stored + self.spec.offset) * self.spec.factor

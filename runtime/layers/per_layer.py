@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import DENSE_PRODUCT
 from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -28,11 +28,11 @@ class PerLayerInputs(nn.Module):
         # Without the norm, which `Transformer.nbytes` counts.
         return self.table.nbytes + self.projection.nbytes
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def load(self, weights: CheckpointWeights) -> None:
         config = self._config
-        self.table = checkpoint.read(f"{config.per_layer_table().name}.weight").to(device, dtype)
-        self.projection = checkpoint.read(f"{config.per_layer_projection().name}.weight").to(device, dtype)
-        self.norm.load(checkpoint, device, dtype)
+        self.table = weights.read(f"{config.per_layer_table().name}.weight")
+        self.projection = weights.read(f"{config.per_layer_projection().name}.weight")
+        self.norm.load(weights)
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Return the row of the table for each of `tokens`: tokens of images and sounds have none and take the first.

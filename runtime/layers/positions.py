@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.part_spec import LinearSpec, PositionSpec
 
 _MAX_DISTANCE = 128  # all distances from here on are in the last bucket
@@ -30,9 +30,9 @@ class PositionEmbeddings(nn.Module):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.table, self.types, self.distances) if part is not None)
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def load(self, weights: CheckpointWeights) -> None:
         def read(linear: LinearSpec | None) -> Tensor | None:
-            return None if linear is None else checkpoint.read(f"{linear.name}.weight").to(device, dtype)
+            return None if linear is None else weights.read(f"{linear.name}.weight")
 
         spec = self._spec
         self.table, self.types, self.distances = read(spec.table), read(spec.types), read(spec.distances)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.state_store import StateStore
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.recurrent import DeltaSizes, DeviceRuns, Runs, ScanSizes
 from mycli.runtime.kernels.registry import ACTIVATION, CONVOLUTION, DELTA_RULE, GATED_NORM, GROUP_NORM, RMS_NORM, SCAN
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.recurrent_spec import (
     ConvolutionSpec,
     DeltaNetSpec,
@@ -113,11 +113,11 @@ class Convolution(nn.Module):
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        stored = torch.cat([checkpoint.read(name) for name, _ in self._spec.weights()])
-        self.weight = stored[:, 0].to(device, torch.float32).T.contiguous()
+    def load(self, weights: CheckpointWeights) -> None:
+        stored = torch.cat([weights.read(name, torch.float32) for name, _ in self._spec.weights()])
+        self.weight = stored[:, 0].T.contiguous()
         if self._spec.bias:
-            self.bias = checkpoint.read(f"{self._spec.name}.bias").to(device, torch.float32)
+            self.bias = weights.read(f"{self._spec.name}.bias", torch.float32)
 
 
 def _by_part(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
@@ -160,10 +160,10 @@ class DeltaNet(_DeltaRule):
         self.rate = torch.empty(spec.heads, device="meta")
         self.dt_bias = torch.empty(spec.heads, device="meta")
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        self.convolution.load(checkpoint, device)
-        self.rate = -checkpoint.read(self.spec.decay).to(device, torch.float32).exp()
-        self.dt_bias = checkpoint.read(self.spec.dt_bias).to(device, torch.float32)
+    def load(self, weights: CheckpointWeights) -> None:
+        self.convolution.load(weights)
+        self.rate = -weights.read(self.spec.decay, torch.float32).exp()
+        self.dt_bias = weights.read(self.spec.dt_bias, torch.float32)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""
@@ -199,10 +199,10 @@ class KimiDelta(_DeltaRule):
         self.rate = torch.empty(spec.heads, device="meta")
         self.dt_bias = torch.empty(width, device="meta")
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        self.convolution.load(checkpoint, device)
-        self.rate = -checkpoint.read(self.spec.decay[0]).flatten().to(device, torch.float32).exp()
-        self.dt_bias = checkpoint.read(self.spec.dt_bias).to(device, torch.float32)
+    def load(self, weights: CheckpointWeights) -> None:
+        self.convolution.load(weights)
+        self.rate = -weights.read(self.spec.decay[0], torch.float32).flatten().exp()
+        self.dt_bias = weights.read(self.spec.dt_bias, torch.float32)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""
@@ -235,8 +235,8 @@ class ShortConv(nn.Module):
         """Bytes of the tensors that are neither linears nor norms."""
         return self.convolution.nbytes
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        self.convolution.load(checkpoint, device)
+    def load(self, weights: CheckpointWeights) -> None:
+        self.convolution.load(weights)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         before, after, inner = projected.chunk(3, dim=-1)
@@ -268,16 +268,16 @@ class Mamba(nn.Module):
         """Bytes of the tensors that are neither linears nor norms."""
         return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes + self.skip.nbytes
 
-    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        self.convolution.load(checkpoint, device)
+    def load(self, weights: CheckpointWeights) -> None:
+        self.convolution.load(weights)
         names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
-        decay, self.dt_bias, self.skip = (checkpoint.read(name).to(device, torch.float32) for name in names)
+        decay, self.dt_bias, self.skip = (weights.read(name, torch.float32) for name in names)
         self.rate = -decay.exp()
         spec = self.spec
         if spec.multipliers:
             counts = torch.tensor((spec.inner, spec.inner, *2 * (spec.groups * spec.state_dim,), spec.heads))
             values = torch.tensor(spec.multipliers, dtype=torch.float64)
-            self._multipliers = values.repeat_interleave(counts).to(device)
+            self._multipliers = values.repeat_interleave(counts).to(weights.device)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         spec = self.spec

@@ -7,23 +7,21 @@ cache, from which reading is ten times as fast as from disk.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from mycli.runtime.cache.slot_cache import SlotCache
 from mycli.runtime.checkpoint import formats
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import Steps
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.quantization.packed_weight import Matmul
-from mycli.runtime.quantization.scheme import Packing
 
 
 @dataclass
@@ -64,7 +62,7 @@ class StreamedExperts(Experts):
         self._reads = reads
         self._slots = SlotCache(slots)
         self._free: list[tuple[Sequence[Matmul], ...]] = []  # memory of empty slots
-        self._source: tuple[Checkpoint, Mapping[str, Packing], torch.device, torch.dtype] | None = None
+        self._weights: CheckpointWeights | None = None
         self.uniform = True  # all experts are stored alike, so the layout of one is that of all
 
     @property
@@ -74,14 +72,16 @@ class StreamedExperts(Experts):
     def freeze(self) -> None:
         """Do nothing: the experts in memory change from pass to pass."""
 
-    def load_own(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_own(self, weights: CheckpointWeights) -> None:
         """Read the router and fill the slots with the first experts, so that all memory is taken before a pass runs."""
-        super().load_own(checkpoint, packings, device, dtype)
-        self._source = checkpoint, packings, device, dtype
+        super().load_own(weights)
+        self._weights = weights
         layouts = {
-            tuple((packings.get(spec.name), spec.out_features, spec.bias) for linear in pair for spec in linear.specs)
+            tuple(
+                (weights.packings.get(spec.name), spec.out_features, spec.bias)
+                for linear in pair
+                for spec in linear.specs
+            )
             for pair in zip(self.gate_up, self.down, strict=True)
         }
         self.uniform = len(layouts) == 1
@@ -125,11 +125,10 @@ class StreamedExperts(Experts):
 
     def _prefetch(self, experts: Sequence[int]) -> None:
         # All requests in one go: a disk serves many in the time of one.
-        assert self._source is not None
-        checkpoint, packings, *_ = self._source
+        assert self._weights is not None
         for expert in experts:
             for linear in self._pair(expert):
-                formats.prefetch_linears(checkpoint, linear.specs, packings)
+                formats.prefetch_linears(self._weights.checkpoint, linear.specs, self._weights.packings)
 
     def _take(self, piece: Sequence[int]) -> int:
         new, nbytes = self._slots.load(piece), 0
@@ -149,10 +148,10 @@ class StreamedExperts(Experts):
         return nbytes
 
     def _read(self, expert: int) -> int:
-        assert self._source is not None
+        assert self._weights is not None
         memory = self._free[-1] if self._free else ((), ())
         for linear, into in zip(self._pair(expert), memory, strict=True):
-            linear.load(*self._source, into)
+            linear.load(self._weights, into)
         del self._free[-1:]  # only now: after a failed read the slot's memory stays free
         return sum(linear.nbytes for linear in self._pair(expert))
 

@@ -6,8 +6,8 @@ Each stream but the first is a projection, scaled to the length of the first. `r
 import torch
 from torch import Tensor, nn
 
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.config import ModelConfig
 
 _LEAST = 1e-5  # of the mean square of a projection
@@ -26,10 +26,10 @@ class Streams(nn.Module):
     def nbytes(self) -> int:
         return sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def load(self, weights: CheckpointWeights) -> None:
         for linear in self.modules():
             if isinstance(linear, Linear):
-                linear.load(checkpoint, {}, device, dtype)
+                linear.load(weights)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return all streams for embeddings x [..., hidden]."""

@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks of attention and MLP, norm, head. One class; families differ by their ModelConfig."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint import formats
-from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
 from mycli.runtime.layers.attention import PagedAttention
@@ -21,9 +20,9 @@ from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.recurrent import BatchStates, Mixer, clear_new_states
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import PromptCopy
 
 LOADED_IN_PARALLEL = 4  # layers: each has its tensors in memory twice while it is converted
@@ -82,9 +81,7 @@ class Transformer(nn.Module):
             if isinstance(module, Linear):
                 module.portable = True
 
-    def load(
-        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load(self, weights: CheckpointWeights) -> None:
         """Read all tensors into place, a few layers in parallel: one core copies slower than memory allows.
 
         Of several errors the first in the order of the model is raised.
@@ -92,24 +89,25 @@ class Transformer(nn.Module):
 
         def read_embedding() -> None:
             table = LinearSpec(formats.EMBEDDING, self.config.vocab_size, self.config.hidden_size)
-            self.embedding = formats.read_dense(checkpoint, table, packings, torch.device("cpu")).to(device, dtype)
+            dense = formats.read_dense(weights.checkpoint, table, weights.packings, torch.device("cpu"))
+            self.embedding = dense.to(weights.device, weights.dtype)
 
         first, *others = self.layers()
         loads: list[Callable[[], None]] = [read_embedding]
-        loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
-        loads.append(partial(self.norm.load, checkpoint, device, dtype))
+        loads += [partial(block.load, weights) for block in others]
+        loads.append(partial(self.norm.load, weights))
         optional = (self.per_layer, self.positions, self.streams, self.classifier)
-        loads += [partial(module.load, checkpoint, device, dtype) for module in optional if module is not None]
+        loads += [partial(module.load, weights) for module in optional if module is not None]
         if not self.config.tie_embeddings:
-            loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
-        first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and checked on first use
+            loads.append(partial(self.head.load, weights))
+        first.load(weights)  # alone: kernels are compiled and checked on first use
         workers = min(LOADED_IN_PARALLEL, cpu().cores)
-        with ThreadPoolExecutor(workers, initializer=use_device, initargs=(device,)) as pool:
+        with ThreadPoolExecutor(workers, initializer=use_device, initargs=(weights.device,)) as pool:
             try:
                 for job in [pool.submit(load) for load in loads]:
                     job.result()
             except BaseException:
-                checkpoint.cancel()  # the pool waits for the blocks that are being read
+                weights.checkpoint.cancel()  # the pool waits for the blocks that are being read
                 pool.shutdown(cancel_futures=True)
                 raise
         if self.config.tie_embeddings:

@@ -29,6 +29,7 @@ from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, run_layers
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.speculative.proposers import DraftState, Proposal
 
@@ -44,14 +45,13 @@ class MtpHead(nn.Module):
         self.join = Linear((join,))
         self.block = Block(self.config.layer(0))
         self.norm = RMSNorm(self.config.norm())
-        device, dtype = target.device, target.dtype
-        checkpoint = folder.checkpoint(dtype=dtype)
+        weights = CheckpointWeights(folder.checkpoint(dtype=target.dtype), {}, target.device, target.dtype)
         for norm in (self.embedding_norm, self.hidden_norm, self.norm):
-            norm.load(checkpoint, device, dtype)
-        self.join.load(checkpoint, {}, device, dtype)
-        self.block.load(checkpoint, {}, device, dtype)
+            norm.load(weights)
+        self.join.load(weights)
+        self.block.load(weights)
         self.block.freeze()
-        self._native = compile_layers([self.block], device, dtype, target.kv)
+        self._native = compile_layers([self.block], target.device, target.dtype, target.kv)
 
     @property
     def nbytes(self) -> int:

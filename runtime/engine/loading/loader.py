@@ -20,6 +20,7 @@ from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import find_kernel
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.fit import preflight, shortage
 from mycli.runtime.memory.plan import MemoryPlan
@@ -58,7 +59,7 @@ def load_model(
 
         activations = activation_choice(folder, placement)
         packings = packings if activations is None else activations.packings(packings)
-    model.load(checkpoint, packings, placement.device, placement.dtype)
+    model.load(CheckpointWeights(checkpoint, packings, placement.device, placement.dtype))
     # A model that reads its experts from disk replaces weights as it runs: it keeps 16 bits.
     if activations == UNMEASURED_FILE and expert_slots is None:
         from mycli.runtime.engine.loading.activation_measurement import measure_choice

@@ -31,6 +31,7 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import slot_bytes
@@ -207,7 +208,7 @@ def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.M
     monkeypatch.setattr(transformer.formats, "read_dense", lambda *_: torch.zeros(1).to("meta"))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
     device = torch.device("cuda", 1)
-    Transformer(FOLDER.config).load(cast(Checkpoint, None), {}, device, torch.float16)
+    Transformer(FOLDER.config).load(CheckpointWeights(cast(Checkpoint, None), {}, device, torch.float16))
     assert log and set(log.values()) == {device}
 
 
