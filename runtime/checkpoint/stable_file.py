@@ -6,13 +6,13 @@ and after each read.
 
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import Protocol
 
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError
@@ -24,36 +24,41 @@ _READ_AT_ONCE = 2 << 20
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class StoredFile(Protocol):
-    """A file that tensors are read from; `read_into`, `read` and `chunks` raise ModelError if it changed.
+@dataclass(frozen=True)
+class StoredFile(ABC):
+    """A file that tensors are read from; `name` is for messages. Reading raises ModelError if it changed."""
 
-    `read_into` raises CancelledError soon after `cancelled` is set.
-    """
+    name: str
+    size: int
 
-    @property
-    def name(self) -> str: ...
+    @abstractmethod
+    def read_into(self, view: memoryview, offset: int, cancelled: Event | None = None) -> None:
+        """Fill `view` (writable bytes) from `offset`. Raises CancelledError soon after `cancelled` is set."""
 
-    @property
-    def size(self) -> int: ...
-
-    def read_into(self, view: memoryview, offset: int, cancelled: Event | None = None) -> None: ...
-
+    @abstractmethod
     def prefetch(self, offset: int, count: int) -> None: ...
 
-    def read(self, count: int, offset: int = 0) -> bytes: ...
+    def read(self, count: int, offset: int = 0) -> bytes:
+        data = bytearray(max(0, min(count, self.size - offset)))
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
 
-    def chunks(self, offset: int, count: int) -> Iterator[memoryview]: ...
+    def chunks(self, offset: int, count: int) -> Iterator[memoryview]:
+        """Yield `count` bytes from `offset` in pieces of at most `CHUNK`, each valid until the next."""
+        buffer = memoryview(bytearray(min(CHUNK, count)))
+        for position in range(0, count, CHUNK):
+            piece = buffer[: min(CHUNK, count - position)]
+            self.read_into(piece, offset + position)
+            yield piece
 
 
 @dataclass(frozen=True)
-class RegularFile:
-    """A file as it was when found; `name` is for messages, `path` has no links. Safe to use from several threads."""
+class RegularFile(StoredFile):
+    """A file as it was when found; `path` has no links. Safe to use from several threads."""
 
-    name: str
     path: Path
     device: int
     inode: int
-    size: int
     mtime_ns: int
 
     @classmethod
@@ -67,7 +72,7 @@ class RegularFile:
             raise ModelError(f"{path.name}: {reason} (in {path.parent})", code="pull-whole") from None
         if not stat.S_ISREG(info.st_mode):
             raise ModelError(f"{path.name}: not a regular file (in {path.parent})", "only regular files are opened")
-        return cls(path.name, real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+        return cls(path.name, info.st_size, real, info.st_dev, info.st_ino, info.st_mtime_ns)
 
     def _check(self, descriptor: int) -> None:
         info = os.fstat(descriptor)
@@ -88,40 +93,22 @@ class RegularFile:
         except OSError as error:
             raise ModelError(f"{self.name}: {error.strerror} ({self.path})", "check the disk and permissions") from None
 
-    def _fill(self, descriptor: int, view: memoryview, offset: int, cancelled: Event | None = None) -> None:
-        while view:
-            if cancelled is not None and cancelled.is_set():
-                raise CancelledError
-            count = os.preadv(descriptor, [view[:_READ_AT_ONCE]], offset)
-            if not count:
-                raise ModelError(
-                    f"{self.name}: the file was truncated while it was being read", code="wait-or-pull-again"
-                )
-            view, offset = view[count:], offset + count
-
     def read_into(self, view: memoryview, offset: int, cancelled: Event | None = None) -> None:
-        """Fill `view` (writable bytes) from `offset`. Raises as `StoredFile`."""
         with self._open() as descriptor:
-            self._fill(descriptor, view, offset, cancelled)
+            while view:
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError
+                count = os.preadv(descriptor, [view[:_READ_AT_ONCE]], offset)
+                if not count:
+                    raise ModelError(
+                        f"{self.name}: the file was truncated while it was being read", code="wait-or-pull-again"
+                    )
+                view, offset = view[count:], offset + count
 
     def prefetch(self, offset: int, count: int) -> None:
         if hasattr(os, "posix_fadvise"):
             with suppress(ModelError), self._open() as descriptor:
                 os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
-
-    def read(self, count: int, offset: int = 0) -> bytes:
-        data = bytearray(max(0, min(count, self.size - offset)))
-        self.read_into(memoryview(data), offset)
-        return bytes(data)
-
-    def chunks(self, offset: int, count: int) -> Iterator[memoryview]:
-        """Yield `count` bytes from `offset` in pieces of at most `CHUNK`, each valid until the next."""
-        buffer = memoryview(bytearray(min(CHUNK, count)))
-        with self._open() as descriptor:
-            for position in range(0, count, CHUNK):
-                piece = buffer[: min(CHUNK, count - position)]
-                self._fill(descriptor, piece, offset + position)
-                yield piece
 
 
 def prefetch_files(folder: Path) -> None:

@@ -4,16 +4,14 @@ import hashlib
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mycli.runtime.checkpoint.stable_file import CHUNK
+from mycli.runtime.checkpoint.stable_file import StoredFile
 from mycli.runtime.errors import GateError, ModelError, UserError
 from mycli.runtime.hub.client import RESUMABLE, Hub, TransientError
-from mycli.runtime.hub.store import HubFile
 from mycli.runtime.utils.files import disk_errors
 
 _Key = tuple[str, int, int]  # digest of the file, offset, count
@@ -62,7 +60,7 @@ class RangeSpool:
         self._lock = threading.Lock()
         self._background = ThreadPoolExecutor(1)  # one transfer ahead hides the latency; more would share the bandwidth
 
-    def read_into(self, file: HubFile, view: memoryview, offset: int) -> None:
+    def read_into(self, file: "RemoteFile", view: memoryview, offset: int) -> None:
         key = (file.digest, offset, len(view))
         with self._lock:
             coming = self._coming.get(key)
@@ -72,7 +70,7 @@ class RangeSpool:
         if not self._read_stored(key, view):
             self._fetch(file, key, view)
 
-    def prefetch(self, file: HubFile, offset: int, count: int) -> None:
+    def prefetch(self, file: "RemoteFile", offset: int, count: int) -> None:
         """Start fetching a range in the background, unless the limit leaves no room for it."""
         key = (file.digest, offset, count)
         with self._lock:
@@ -82,14 +80,14 @@ class RangeSpool:
                 return
             self._coming[key] = self._background.submit(self._fetch_ahead, file, key)
 
-    def _fetch_ahead(self, file: HubFile, key: _Key) -> None:
+    def _fetch_ahead(self, file: "RemoteFile", key: _Key) -> None:
         try:
             self._fetch(file, key, memoryview(bytearray(key[2])))
         finally:
             with self._lock:
                 self._coming.pop(key, None)
 
-    def _fetch(self, file: HubFile, key: _Key, view: memoryview) -> None:
+    def _fetch(self, file: "RemoteFile", key: _Key, view: memoryview) -> None:
         fetch_range(self._hub, self._repo, self._commit, file.name, key[1], view)
         # The hub has hashes of whole files only. Comparing a range with its first transfer at least detects a server
         # that changes the file during the run.
@@ -131,38 +129,18 @@ class RangeSpool:
 
 
 @dataclass(frozen=True)
-class RemoteFile:
-    """A file on a hub with the interface of `RegularFile`."""
+class RemoteFile(StoredFile):
+    """A file on a hub; `digest` as in `HubFile`."""
 
-    file: HubFile
+    digest: str
     spool: RangeSpool
-
-    @property
-    def name(self) -> str:
-        return self.file.name
-
-    @property
-    def size(self) -> int:
-        return self.file.size
 
     def read_into(self, view: memoryview, offset: int, cancelled: threading.Event | None = None) -> None:
         if cancelled is not None and cancelled.is_set():
             raise CancelledError
         if view:
-            self.spool.read_into(self.file, view, offset)
+            self.spool.read_into(self, view, offset)
 
     def prefetch(self, offset: int, count: int) -> None:
         if count:
-            self.spool.prefetch(self.file, offset, count)
-
-    def read(self, count: int, offset: int = 0) -> bytes:
-        data = bytearray(max(0, min(count, self.size - offset)))
-        self.read_into(memoryview(data), offset)
-        return bytes(data)
-
-    def chunks(self, offset: int, count: int) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(CHUNK, count)))
-        for position in range(0, count, CHUNK):
-            piece = buffer[: min(CHUNK, count - position)]
-            self.read_into(piece, offset + position)
-            yield piece
+            self.spool.prefetch(self, offset, count)

@@ -50,7 +50,7 @@ class RemoteModel:
                 path.parent.mkdir(exist_ok=True)
                 write_atomic(path, data)
         spool = RangeSpool(hub, plan.repo, plan.commit, folder / "ranges")
-        files = {file.name: RemoteFile(file, spool) for file in weights}
+        files = {file.name: RemoteFile(file.name, file.size, file.digest, spool) for file in weights}
         index = read_index(folder) if (folder / INDEX).exists() else None
         manifest = Manifest.from_files(folder, files, index)
         opened = replace(open_model_folder(folder, manifest.tensors), file_manifest=manifest)
@@ -71,8 +71,8 @@ class RemoteModel:
 def _digest(path: Path, remote: RemoteFile | None) -> dict[str, Any]:
     if remote is None:
         return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
-    if len(remote.file.digest) == 64:
-        return {"sha256": remote.file.digest, "bytes": remote.size}
+    if len(remote.digest) == 64:
+        return {"sha256": remote.digest, "bytes": remote.size}
     # Files outside LFS have a Git blob hash (SHA-1) on the hub, but the record names a sha256: read the file once more.
     digest = hashlib.sha256()
     for piece in remote.chunks(0, remote.size):
