@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
@@ -32,6 +32,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import UserError
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
+from tests.benchmarks.gguf_converter_rounding import make_ternary, round_weights
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
 from tests.support.family_parts import longrope, ministral_rope, scaled
@@ -144,12 +145,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "solar_open": {"partial_rotary_factor": 1.0},  # as published; without it the converter writes .5
     "hunyuan_v1_moe-8top2": {"moe_intermediate_size": [88] * 3, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3},
 }
-
-
-_EXACT = re.compile(
-    r"\.(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|[qkv]?_?conv1d|conv"
-    r"|correction_coefs|prediction_coefs)\.weight$|\.A_log$"
-)
 
 
 def _vocabulary(model: Any) -> None:
@@ -269,14 +264,6 @@ def _rename(path: Path, model_type: str) -> None:
     save_file(tensors, path)
 
 
-def _make_ternary(model: torch.nn.Module) -> None:
-    """Round the weights as the converter does for BitNet."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("_proj.weight"):
-            scale = parameter.detach().abs().mean().clamp(min=1e-5)
-            parameter.data.copy_((parameter.detach() / scale).round().clamp(-1, 1) * scale)
-
-
 def _changes(name: str) -> dict[str, Any]:
     return {key: value for prefix in CHANGES if name.startswith(prefix) for key, value in CHANGES[prefix].items()}
 
@@ -300,9 +287,9 @@ def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, fold
     path = folder / "model.gguf"
     write(folder / "hf", path, kind)
     if model_type == "bitnet":
-        _make_ternary(reference)
+        make_ternary(reference)
     if kind != "f32":
-        _round(reference, kind)
+        round_weights(reference, kind)
     tokens = torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
@@ -311,57 +298,6 @@ def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, fold
         opened = replace(opened, config=replace(opened.config, dtype="float32"))
         actual = whole(load_model(opened, CPU).model, tokens)
     return ((actual - expected).abs().max() / expected.abs().max()).item(), path
-
-
-def _round(model: torch.nn.Module, kind: str) -> None:
-    """Round the tensors that the converter rounds: all matrices except routers, and convolutions."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or _EXACT.search(name) or model.config.model_type == "gpt_oss" and ".experts." in name:
-            continue
-        # The key half is stored transposed.
-        if name.endswith("kv_b_proj.weight") and model.config.model_type != "minicpm3":
-            settings = model.config
-            size = settings.qk_nope_head_dim, settings.v_head_dim
-            keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
-            keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
-            rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
-        elif model.config.model_type == "falcon_h1":
-            factors = _multipliers(model.config, name)
-            rounded = _rounded((parameter.detach() * factors).contiguous(), kind) / factors
-        elif model.config.model_type == "llama4_text" and ".experts." in name:  # which holds transposes
-            rounded = _rounded(parameter.detach().mT.contiguous(), kind).mT
-        else:
-            rounded = _rounded(parameter.detach(), kind)
-        parameter.data.copy_(rounded)
-
-
-def _multipliers(config: Any, name: str) -> torch.Tensor:
-    """Return the factors by which the converter multiplies a matrix of Falcon-H1 before it rounds, [1] or [rows, 1]."""
-    inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
-    sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
-    factors = {
-        "gate_proj": config.mlp_multipliers[0],
-        "down_proj": config.mlp_multipliers[1],
-        "q_proj": config.attention_in_multiplier,
-        "k_proj": config.attention_in_multiplier * config.key_multiplier,
-        "v_proj": config.attention_in_multiplier,
-        "o_proj": config.attention_out_multiplier,
-        "out_proj": config.ssm_out_multiplier,
-        "lm_head": config.lm_head_multiplier,
-        "embed_tokens": config.embedding_multiplier,
-    }
-    part = name.split(".")[-2]
-    if part == "in_proj":
-        rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)[:, None]
-        return rows * config.ssm_in_multiplier
-    return torch.tensor([float(factors.get(part, 1.0))])
-
-
-def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "q8_0" and values.shape[-1] % 32 == 0:
-        stored = quants.quantize(values.numpy(), GGMLQuantizationType.Q8_0)
-        return torch.from_numpy(quants.dequantize(stored, GGMLQuantizationType.Q8_0))
-    return values.to(torch.float16 if kind == "q8_0" else torch.bfloat16).float()
 
 
 def facts(path: Path) -> dict[str, Any]:
