@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput, Status
-from mycli.runtime.engine.sequence import Sequence as RequestSequence
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, RequestSequence, SequenceOutput, Status
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.sampler import not_finite
 

@@ -18,8 +18,7 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.request_state import RequestState
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.scheduler import Limits, Scheduler
-from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
-from mycli.runtime.engine.sequence import Sequence as RequestSequence
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, RequestSequence, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.errors import UserError

@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mycli.runtime.engine.sequence import Sequence as RequestSequence
-from mycli.runtime.engine.sequence import Status
+from mycli.runtime.engine.sequence import RequestSequence, Status
 
 # How far the virtual time of an active user may be behind, in tokens of weight 1: a user with one long reply must not
 # gain the right to hold up all others afterwards.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.engine.sequence import Sequence
+from mycli.runtime.engine.sequence import RequestSequence
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class ScheduledSequence:
     is_decode: the only token is the one sampled last; scored: logits of all tokens are needed.
     """
 
-    sequence: Sequence
+    sequence: RequestSequence
     start: int
     count: int
     drafts: int = 0

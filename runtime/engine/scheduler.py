@@ -21,7 +21,7 @@ from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PIECE, StoredPrefix
 from mycli.runtime.engine.fairness import FairShares
 from mycli.runtime.engine.scheduled import ScheduledSequence
-from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
+from mycli.runtime.engine.sequence import FinishReason, Request, RequestSequence, Status
 from mycli.runtime.engine.stats import Counts
 
 # Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several
@@ -30,7 +30,7 @@ LOOKAHEAD_TOKENS = 8
 # Scored prompts keep logits for every position (128 x 128,000 x 4 bytes = 64 MB), so a pass has fewer such tokens.
 SCORED_CHUNK_TOKENS = 128
 
-DraftBudget = Callable[[Sequence, int], int]  # draft tokens to verify for a sequence, at most the given number
+DraftBudget = Callable[[RequestSequence, int], int]  # draft tokens to verify for a sequence, at most the given number
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Scheduler:
     ) -> None:
         self.pool, self.limits, self._clock = pool, limits, clock
         self._prefixes = prefixes
-        self.waiting: list[Sequence] = []  # in order of arrival
-        self.running: list[Sequence] = []  # likewise
+        self.waiting: list[RequestSequence] = []  # in order of arrival
+        self.running: list[RequestSequence] = []  # likewise
         self.counts = Counts()
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, RequestSequence] = {}
         self._next_id = 0
         self._prefill_next = True
         self._chunk_left = limits.chunk  # prompt tokens before the next decode step
-        self._last_prompt: Sequence | None = None  # the first of the last pass, if that computed prompts
+        self._last_prompt: RequestSequence | None = None  # the first of the last pass, if that computed prompts
         self._shares = FairShares()
         self._in_pass: set[int] = set()  # sequences in the pass that is being built; never preempted
 
@@ -79,10 +79,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def get(self, number: int) -> Sequence | None:
+    def get(self, number: int) -> RequestSequence | None:
         return self._sequences.get(number)
 
-    def submit(self, request: Request) -> Sequence:
+    def submit(self, request: Request) -> RequestSequence:
         """Append a request to the queue. Raises UsageError as `Request.reply_limit` does."""
         sequence = self._add(request, self.reply_limit(request))
         self.waiting.append(sequence)
@@ -91,17 +91,17 @@ class Scheduler:
     def reply_limit(self, request: Request) -> int:
         return request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
 
-    def _add(self, request: Request, limit: int, parent: Sequence | None = None) -> Sequence:
+    def _add(self, request: Request, limit: int, parent: RequestSequence | None = None) -> RequestSequence:
         tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
         table = BlockTable(self.pool)
         group = request.group or (f"{self._next_id}" if parent is None else parent.group)
-        sequence = Sequence(self._next_id, request, table, limit, self._clock(), tokens, group)
+        sequence = RequestSequence(self._next_id, request, table, limit, self._clock(), tokens, group)
         self._sequences[sequence.id] = sequence
         self._shares.enter(sequence, len(tokens) if parent is None else 0)
         self._next_id += 1
         return sequence
 
-    def branch(self, sequence: Sequence, request: Request) -> Sequence:
+    def branch(self, sequence: RequestSequence, request: Request) -> RequestSequence:
         """Add another reply to the prompt of `sequence`, which is computed once and whose blocks are shared.
 
         Raises ValueError once `sequence` has sampled a token.
@@ -112,7 +112,7 @@ class Scheduler:
         sequence.branches.append(branch)
         return branch
 
-    def late(self) -> list[Sequence]:
+    def late(self) -> list[RequestSequence]:
         return [sequence for sequence in self.waiting if sequence.late(self._clock)]
 
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
@@ -179,14 +179,16 @@ class Scheduler:
                 queue = []
         return scheduled
 
-    def _behind(self, sequence: Sequence, queue: list[Sequence]) -> list[Sequence]:
+    def _behind(self, sequence: RequestSequence, queue: list[RequestSequence]) -> list[RequestSequence]:
         """Return the sequences of the queue that may start before one that cannot."""
         # A search that has not begun waits for the end of others, which other requests need not.
         if sequence.request.beams is None or any(other.group == sequence.group for other in self.running):
             return []  # keep the order: a shorter request behind it must not overtake
         return [other for other in queue if other.request.beams is None]
 
-    def _prefill_part(self, sequence: Sequence, budget: int, scorable: int) -> tuple[ScheduledSequence | None, int]:
+    def _prefill_part(
+        self, sequence: RequestSequence, budget: int, scorable: int
+    ) -> tuple[ScheduledSequence | None, int]:
         """Schedule the next prompt tokens of a running sequence; return its part, and the budget that it takes."""
         room = self._room(sequence, budget)
         if room <= 0 or sequence.status is not Status.RUNNING:
@@ -201,12 +203,12 @@ class Scheduler:
         part = ScheduledSequence(sequence, sequence.table.length, count, scored=sequence.scored)
         return part, restored + count
 
-    def _room(self, sequence: Sequence, budget: int) -> int:
+    def _room(self, sequence: RequestSequence, budget: int) -> int:
         """Return how many more tokens this pass may have if it computes some of `sequence`."""
         most = self.limits.chunk
         return budget - most + self._shares.pass_size(sequence, most, self.running, self._clock())
 
-    def _has_place(self, sequence: Sequence) -> bool:
+    def _has_place(self, sequence: RequestSequence) -> bool:
         """Return whether a sequence may run now; a user or a request with more than its share makes room for it."""
         while len(self.running) >= self.limits.running or not self._blocks_for(sequence):
             others = [other for other in self.running if other.id not in self._in_pass]
@@ -217,14 +219,14 @@ class Scheduler:
             self._shares.pause(victim)
         return True
 
-    def _blocks_for(self, sequence: Sequence) -> bool:
+    def _blocks_for(self, sequence: RequestSequence) -> bool:
         return self.pool.available >= self.pool.blocks_for(len(sequence.tokens)) - len(sequence.table.blocks)
 
-    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
+    def _chunk_length(self, sequence: RequestSequence, budget: int) -> int:
         count = min(budget, sequence.uncomputed)
         return sequence.table.chunk_end(sequence.table.length + count) - sequence.table.length
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: RequestSequence) -> bool:
         """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
         table, request = sequence.table, sequence.request
         # Prompt logprobs and hidden states need a pass over every position, which a cache hit would skip.
@@ -253,11 +255,11 @@ class Scheduler:
             self.counts.misses[sequence.miss.split(" (")[0]] += 1
         return True
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: RequestSequence) -> None:
         sequence.status = Status.RUNNING
         bisect.insort(self.running, sequence, key=_arrival)
 
-    def _restore(self, sequence: Sequence, budget: int) -> int:
+    def _restore(self, sequence: RequestSequence, budget: int) -> int:
         """Fill the cache from the disk prefix cache, about `budget` tokens; return how much of the budget that took."""
         table, began = sequence.table, sequence.table.length
         if sequence.status is not Status.RUNNING or self._prefixes is None:
@@ -304,7 +306,7 @@ class Scheduler:
             count = min(count, len(table.blocks) * self.pool.block_size - table.length)
         return count
 
-    def _reserve(self, sequence: Sequence, end: int) -> bool:
+    def _reserve(self, sequence: RequestSequence, end: int) -> bool:
         """Reserve blocks for the first `end` positions; False if `sequence` itself had to be preempted."""
         while not sequence.table.reserve(end):
             victim = self._shares.victim([other for other in self.running if other.id not in self._in_pass])
@@ -313,13 +315,13 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: RequestSequence) -> None:
         self.counts.preemptions += 1
         sequence.table.release(sequence.tokens)
         self.running.remove(sequence)
         self._wait(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: RequestSequence) -> None:
         sequence.status = Status.WAITING
         bisect.insort(self.waiting, sequence, key=_arrival)
 
@@ -361,7 +363,7 @@ class Scheduler:
         sequence.table.fill(sequence.tokens, min(computed + max(len(sampled) - 1, 0), len(sequence.tokens)))
         return tuple(sequence.tokens[before:]), reason
 
-    def finish(self, sequence: Sequence, *, discard_cache: bool = False) -> None:
+    def finish(self, sequence: RequestSequence, *, discard_cache: bool = False) -> None:
         """Remove a sequence and free its blocks; with `discard_cache` they are not kept for prefix reuse."""
         del self._sequences[sequence.id]
         self._shares.leave(sequence)
@@ -383,10 +385,10 @@ class Scheduler:
         sequence.branches = []
 
 
-def _stored_end(sequence: Sequence) -> int:
+def _stored_end(sequence: RequestSequence) -> int:
     """Return how far the stored prefix reaches; never to the last token, which is computed for its logits."""
     return min(len(sequence.stored.pieces) * PIECE, len(sequence.tokens) - 1)
 
 
-def _arrival(sequence: Sequence) -> int:
+def _arrival(sequence: RequestSequence) -> int:
     return sequence.id

@@ -174,7 +174,7 @@ class Status(Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
+class RequestSequence:
     """A request in the engine. `tokens`: the prompt and the sampled tokens; `table`: the cache blocks of the first."""
 
     id: int
@@ -191,7 +191,8 @@ class Sequence:
     miss: str = ""  # why no more were found
     queued: float = 0.0  # seconds before the first pass
     stored: StoredPrefix = StoredPrefix()  # its prefix in the disk prefix cache
-    branches: "list[Sequence]" = field(default_factory=list)  # start from this one's blocks once its prompt is computed
+    # Start from this one's blocks once its prompt is computed.
+    branches: "list[RequestSequence]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.request.prompt)

@@ -23,8 +23,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.scheduler import Limits, Scheduler
-from mycli.runtime.engine.sequence import FinishReason, Request
-from mycli.runtime.engine.sequence import Sequence as Sequence_
+from mycli.runtime.engine.sequence import FinishReason, Request, RequestSequence
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import KvDtype
@@ -309,7 +308,7 @@ class Keeping(World):
         self.scheduler = Scheduler(self.pool, Limits(20, chance.randint(1, 9), 5), lambda: self.now, source)
         source.world = self
 
-    def end(self, sequence: Sequence_, reason: FinishReason, wrong: bool = False) -> None:
+    def end(self, sequence: RequestSequence, reason: FinishReason, wrong: bool = False) -> None:
         source, size = self.source, restore.PIECE
         for end in range(size, sequence.table.length + 1, size):
             source.texts.add(tuple(sequence.tokens[:end]))

@@ -10,7 +10,7 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.engine.fairness import EXPECTED_SECONDS, MAX_CREDIT, PAUSE_TOKENS, RESUMED_TOKENS, FairShares
 from mycli.runtime.engine.scheduler import Limits, Scheduler
-from mycli.runtime.engine.sequence import BeamOptions, Request, Sequence, Status
+from mycli.runtime.engine.sequence import BeamOptions, Request, RequestSequence, Status
 
 
 def scheduler(
@@ -25,7 +25,7 @@ def prompt(seed: int, length: int = 8) -> tuple[int, ...]:
 
 def submit(
     engine: Scheduler, seed: int, user: str, weight: float = 1.0, batch: bool = False, limit: int = 50, length: int = 8
-) -> Sequence:
+) -> RequestSequence:
     return engine.submit(Request(prompt(seed, length), limit=limit, user=user, weight=weight, batch=batch))
 
 
@@ -225,7 +225,7 @@ def test_leaving_earns_nothing() -> None:
     assert tokens["hops"] / tokens["busy"] < 1.7
 
 
-def grouped(engine: Scheduler, seed: int, group: str, user: str = "user") -> Sequence:
+def grouped(engine: Scheduler, seed: int, group: str, user: str = "user") -> RequestSequence:
     return engine.submit(Request(prompt(seed), limit=50, user=user, group=group))
 
 

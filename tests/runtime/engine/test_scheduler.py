@@ -15,7 +15,7 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Node, PrefixIndex
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.scheduler import SCORED_CHUNK_TOKENS, Limits, Scheduler
-from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
+from mycli.runtime.engine.sequence import FinishReason, Request, RequestSequence, Status
 from mycli.runtime.errors import UsageError
 from tests.support.engines import text_of
 
@@ -43,12 +43,14 @@ class World:
         self.pool = BlockPool(blocks, PrefixIndex(block_size))
         self.scheduler = Scheduler(self.pool, Limits(context, chunk, running), lambda: self.now)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(blocks)]
-        self.under_way: dict[int, Sequence] = {}
+        self.under_way: dict[int, RequestSequence] = {}
         self.ended: dict[int, FinishReason] = {}
         self.steps = 0
         self.users = False
 
-    def submit(self, prompt: tuple[int, ...], limit: int | None, deadline: float | None = None) -> Sequence | None:
+    def submit(
+        self, prompt: tuple[int, ...], limit: int | None, deadline: float | None = None
+    ) -> RequestSequence | None:
         # Users with different shares in random proportions; one user for all requests if the world has just one.
         kind = hash(prompt) % 7 if self.users else 0
         user, weight = ("", "heavy", "light")[kind % 3], (1.0, 4.0, 0.5)[kind % 3]
@@ -66,11 +68,11 @@ class World:
         self.under_way[sequence.id] = sequence
         return sequence
 
-    def branch(self, sequence: Sequence) -> None:
+    def branch(self, sequence: RequestSequence) -> None:
         other = self.scheduler.branch(sequence, sequence.request)
         self.under_way[other.id] = other
 
-    def end(self, sequence: Sequence, reason: FinishReason, wrong: bool = False) -> None:
+    def end(self, sequence: RequestSequence, reason: FinishReason, wrong: bool = False) -> None:
         self.scheduler.finish(sequence, discard_cache=wrong)
         del self.under_way[sequence.id]
         self.ended[sequence.id] = reason

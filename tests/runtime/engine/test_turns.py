@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence as Sequences
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,7 +10,7 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.scheduler import Limits, Scheduler
-from mycli.runtime.engine.sequence import BeamOptions, Request, Sequence, Status
+from mycli.runtime.engine.sequence import BeamOptions, Request, RequestSequence, Status
 
 LENGTH = 8
 
@@ -19,7 +19,9 @@ def scheduler(running: int = 4, chunk: int = 64, blocks: int = 400) -> Scheduler
     return Scheduler(BlockPool(blocks, PrefixIndex(4)), Limits(256, chunk, running))
 
 
-def submit(engine: Scheduler, seed: int, replies: int = 1, limit: int = 50, length: int = LENGTH) -> list[Sequence]:
+def submit(
+    engine: Scheduler, seed: int, replies: int = 1, limit: int = 50, length: int = LENGTH
+) -> list[RequestSequence]:
     """Submit a request of the only user with a prompt of its own; return the sequences of its replies."""
     first = engine.submit(Request(tuple(seed * 1000 + at for at in range(length)), limit=limit))
     return [first, *(engine.branch(first, first.request) for _ in range(replies - 1))]
@@ -39,7 +41,7 @@ def step(engine: Scheduler) -> list[ScheduledSequence]:
     return parts
 
 
-def passes_until(engine: Scheduler, sequences: Sequences[Sequence], status: Status, most: int = 5000) -> int:
+def passes_until(engine: Scheduler, sequences: Sequence[RequestSequence], status: Status, most: int = 5000) -> int:
     for count in range(most):
         if all(sequence.status is status for sequence in sequences):
             return count
@@ -141,7 +143,7 @@ def test_prompts_of_one_request_follow_each_other() -> None:
     assert places(engine)["call"] < 10
 
 
-def search(engine: Scheduler, seed: int, width: int, limit: int, length: int = LENGTH) -> list[Sequence]:
+def search(engine: Scheduler, seed: int, width: int, limit: int, length: int = LENGTH) -> list[RequestSequence]:
     first = engine.submit(
         Request(tuple(seed * 1000 + at for at in range(length)), limit=limit, beams=BeamOptions(width))
     )
@@ -151,7 +153,7 @@ def search(engine: Scheduler, seed: int, width: int, limit: int, length: int = L
 class Searches:
     """Steps a scheduler with searches, whose beams get a token when all of them are computed."""
 
-    def __init__(self, engine: Scheduler, searches: list[list[Sequence]]) -> None:
+    def __init__(self, engine: Scheduler, searches: list[list[RequestSequence]]) -> None:
         self.engine, self.searches = engine, searches
         self._computed: set[int] = set()
 
@@ -222,7 +224,7 @@ def test_searches_and_replies_all_end(seed: int) -> None:
     chance = random.Random(seed)
     engine = scheduler(running=4, chunk=chance.choice((8, 64)), blocks=400 if seed % 2 else 80)
     world = Searches(engine, [])
-    sequences: list[Sequence] = []
+    sequences: list[RequestSequence] = []
     for number in range(150):
         if chance.random() < 0.3:
             length = chance.choice((4, 8, 40))
@@ -246,7 +248,7 @@ def test_every_request_ends_and_waits_for_one_turn_of_each_other_at_most(seed: i
     chance = random.Random(seed)
     running, blocks = chance.randint(2, 6), 400 if seed % 2 else 60
     engine = scheduler(running, chance.choice((8, 16, 64)), blocks)
-    requests: list[list[Sequence]] = []
+    requests: list[list[RequestSequence]] = []
     ahead: dict[str, set[str]] = {}  # of a request without a place: the others that were there when it came
     turns: dict[str, Counter[str]] = {}  # and the turns that others have begun since then
     for number in range(300):
@@ -272,5 +274,5 @@ def test_every_request_ends_and_waits_for_one_turn_of_each_other_at_most(seed: i
     assert engine.pool.used == 0 and not engine.has_work
 
 
-def _alive(sequence: Sequence) -> bool:
+def _alive(sequence: RequestSequence) -> bool:
     return sequence.status is not Status.FINISHED
