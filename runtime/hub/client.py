@@ -205,7 +205,7 @@ class Hub:
 
         # identity: a compressed body could expand without bound.
         headers = {"User-Agent": "mycli", "Accept-Encoding": "identity", **headers}
-        # The `next` page of a listing may be on another host, which must not receive the token (D11).
+        # The `next` page of a listing may be on another host, which must not receive the token.
         if self._token and urlsplit(url)[:2] == self._origin:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
@@ -229,7 +229,7 @@ class Hub:
         raise self._refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), repo, subject)
 
     def _refusal(self, status: int, code: str, reason: str, repo: str, subject: str) -> NotFoundError:
-        # The error for a 4xx response: gated, private, missing and forbidden each have a message (D11).
+        # The error for a 4xx response: gated, private, missing and forbidden each have a message.
         page = f"{self.address}/{repo}"
         if code == "GatedRepo":
             if self._token:

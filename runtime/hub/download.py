@@ -2,7 +2,7 @@
 
 The layout is huggingface_hub's; three things differ from its downloads: interrupted files resume in any later process,
 every byte is checked by size and hash before the file gets its name, and the branch is updated last. Only safetensors,
-GGUF, JSON and templates are fetched; pickles never are (A19).
+GGUF, JSON and templates are fetched; pickles never are.
 """
 
 import errno
@@ -63,7 +63,7 @@ def plan_files(
     hub: Hub, model: str, repo: str, revision: str | None, choose: Callable[[str, tuple[HubFile, ...]], list[HubFile]]
 ) -> DownloadPlan:
     """Return the plan for the files that `choose(commit, files)` selects. Writes nothing."""
-    # The revision is resolved once: a branch that moves during the download changes nothing (D10).
+    # The revision is resolved once: a branch that moves during the download changes nothing.
     commit = hub.commit(repo, revision)
     tree = hub.tree(repo, commit)
     files = tuple(choose(commit, store.parse_tree(tree)))
@@ -99,7 +99,7 @@ def plan_download(hub: Hub, model: str) -> DownloadPlan:
 
 
 def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[HubFile]:
-    # Only plain names in the root: `../x.json` would be written outside the snapshot (A20).
+    # Only plain names in the root: `../x.json` would be written outside the snapshot.
     root = {file.name: file for file in files if safe_name(file.name)}
     small = [f for f in root.values() if f.name.endswith((".json", ".jinja")) and not f.name.endswith(".index.json")]
     if MODULES in root:
@@ -195,14 +195,14 @@ def lock_folder(folder: Path) -> Path:
 
 
 def repo_lock(folder: Path, model: str, note: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Return a lock on a repository's cache `folder`; `note` names the process that is waited for (D6)."""
+    """Return a lock on a repository's cache `folder`; `note` names the process that is waited for."""
     path = lock_folder(folder) / "mycli.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     return locked(path, lambda holder: note(f"{model} is being fetched by process {holder}: waiting for it"))
 
 
 def check_space(plan: DownloadPlan) -> None:
-    """Raise ResourceError if the cache's disk has less free space than the download needs (D1)."""
+    """Raise ResourceError if the cache's disk has less free space than the download needs."""
     require_space(store.repo_folder(plan.repo), plan.new_bytes, code="cache-full")
 
 
@@ -231,17 +231,17 @@ def fetch_files(hub: Hub, plan: DownloadPlan, *, force: bool, advance: Callable[
             if _find_stored(plan.repo, plan.commit, file) is None:
                 _fetch(hub, plan, file, advance)
             elif file in plan.missing:
-                # Downloaded by another process since the plan was made (D6).
+                # Downloaded by another process since the plan was made.
                 advance(_bytes_left(plan.repo, file))
             _link(snapshot / file.name, _blob(plan.repo, file))
-        # Last: a branch must not point to an incomplete snapshot (D3).
+        # Last: a branch must not point to an incomplete snapshot.
         _write_ref(folder, plan)
     return source
 
 
 def _fetch(hub: Hub, plan: DownloadPlan, file: HubFile, advance: Callable[[float], None]) -> None:
     path = _partial(plan.repo, file)
-    # Twice: the first hash may be wrong because an earlier attempt left damaged bytes (D9).
+    # Twice: the first hash may be wrong because an earlier attempt left damaged bytes.
     for _ in range(2):
         with PartialFile(path, file, advance) as part:
             part.receive(hub, plan.repo, plan.commit)

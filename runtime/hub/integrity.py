@@ -118,7 +118,7 @@ def _cached_files(snapshot: Path) -> dict[str, HubFile]:
 
 
 def verify_files(source: Source, files: dict[str, HubFile], advance: Callable[[float], None]) -> list[CheckedFile]:
-    """Compare each file with its expected size and hash (A33). `advance` receives the number of bytes read."""
+    """Compare each file with its expected size and hash. `advance` receives the number of bytes read."""
     folder = _folder(source)
     checked = [_check(folder / name, file, advance) for name, file in sorted(files.items())]
     if folder != source.folder:

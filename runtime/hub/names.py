@@ -122,10 +122,10 @@ def split_name(model: str) -> tuple[str, str | None]:
 
 
 def safe_name(name: str) -> bool:
-    """Return whether a file of this name may be written: a plain name in the repository's root, not a path (A20)."""
+    """Return whether a file of this name may be written: a plain name in the repository's root, not a path."""
     return _NAME.fullmatch(name) is not None
 
 
 def safe_path(path: str) -> bool:
-    """Return whether a file of this path in a repository may be written below the repository's root (A20)."""
+    """Return whether a file of this path in a repository may be written below the repository's root."""
     return len(path) < 1024 and all(map(safe_name, path.split("/")))

@@ -1,7 +1,7 @@
 """A file being downloaded: resumed by any later process, and hashed as it arrives.
 
 huggingface_hub 2.4 cannot do this: its unfinished files have random names and are deleted on failure, so another
-process starts at byte 0, and it compares sizes, not hashes (D9).
+process starts at byte 0, and it compares sizes, not hashes.
 """
 
 import errno
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 class PartialFile:
     """The file under its temporary name; entering hashes the bytes that an earlier attempt left.
 
-    Bytes are written at explicit positions: where locks do not work, two processes write the same file (D6).
+    Bytes are written at explicit positions: where locks do not work, two processes write the same file.
     """
 
     def __init__(self, path: Path, file: HubFile, advance: Callable[[float], None]) -> None:

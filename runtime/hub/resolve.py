@@ -131,7 +131,7 @@ def _find(model: str, offline: bool) -> Source:
             code="hub-candidates" if suggestions else "search-hub",
             data={"words": shlex.quote(re.sub(r"[:/]", " ", model)), "candidates": ", ".join(suggestions)},
         )
-    except OSError as error:  # a name too long for the file system, or a folder without read permission (D13)
+    except OSError as error:  # a name too long for the file system, or a folder without read permission
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
 
 
@@ -169,7 +169,7 @@ def _resolve_path(model: str) -> Source:
     if folder.is_file():
         hint = f"give its folder: {folder.parent}"
         raise ModelError(f"{model}: a file, but a model is a *.gguf file or a folder with config.json", hint)
-    if folder.exists() and not folder.is_dir():  # a device or a pipe (A24)
+    if folder.exists() and not folder.is_dir():  # a device or a pipe
         raise ModelError(f"{model}: neither a folder nor a regular file", code="list-models")
     if not folder.is_dir():
         raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
@@ -260,7 +260,7 @@ def _did_you_mean(model: str) -> str:
 
 
 def custom_code_warning(folder: Path) -> str:
-    """Return a warning if config.json names Python code of the repository, which is never run (B15); else ""."""
+    """Return a warning if config.json names Python code of the repository, which is never run; else ""."""
     if folder.suffix != GGUF:
         with suppress(ModelError):
             if read_object(folder / "config.json").values.get("auto_map"):

@@ -127,7 +127,7 @@ def read_tree(folder: Path, commit: str) -> tuple[HubFile, ...] | None:
 
 
 def read_shards(index: Fields) -> tuple[str, ...]:
-    """Return the shard names of a safetensors index, sorted. Raises ModelError for paths and other formats (A20)."""
+    """Return the shard names of a safetensors index, sorted. Raises ModelError for paths and other formats."""
     names = set()
     for shard in index.object("weight_map").values.values():
         if not isinstance(shard, str) or not safe_name(shard) or not shard.endswith(".safetensors"):

@@ -1,7 +1,7 @@
 """Encoding with the `tokenizers` library, in this process or, for an unusual tokenizer.json, in a worker process.
 
-A tokenizer.json is untrusted: chained Replace steps can double the text each (C5), a regular expression can backtrack
-for years (C4), and the library cannot be interrupted. A tokenizer built only from bounded parts (`is_trusted`) runs
+A tokenizer.json is untrusted: chained Replace steps can double the text each, a regular expression can backtrack
+for years, and the library cannot be interrupted. A tokenizer built only from bounded parts (`is_trusted`) runs
 here; any other runs in a worker with a deadline and a memory limit, with the same results.
 """
 
@@ -145,7 +145,7 @@ def _lowered(normalizer: Any) -> Any:
 
 
 def _call(work: Callable[[], _T]) -> _T:
-    # The library's panics derive from BaseException, not Exception (C2), as do the exceptions of signals.
+    # The library's panics derive from BaseException, not Exception, as do the exceptions of signals.
     try:
         return work()
     except ModelError:

@@ -1,6 +1,6 @@
 """Chat templates: finds a model's template and renders conversations with it in a bounded worker process.
 
-The Jinja sandbox stops escapes, not work (C10), so rendering has limits on time, memory and output.
+The Jinja sandbox stops escapes, not work, so rendering has limits on time, memory and output.
 """
 
 import json
@@ -24,7 +24,7 @@ RENDER_MEMORY = 512 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 TEMPLATE_FILE = re.compile(r"additional_chat_templates/([\w-]+)\.jinja", re.ASCII)  # in a model's folder
 # Template arguments that a request may set with any template, in addition to those that its template reads; never the
-# template itself or its internal names (C11).
+# template itself or its internal names.
 ALLOWED_ARGUMENTS = frozenset(
     (
         *("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools"),
@@ -84,7 +84,7 @@ class Message:
     tool_call_id: str = ""
 
     def __post_init__(self) -> None:
-        # A role becomes markup, so only known ones pass (C12).
+        # A role becomes markup, so only known ones pass.
         if self.role not in get_args(Role):
             raise UsageError(f"message role {self.role!r:.40} is unknown", f"one of: {', '.join(get_args(Role))}")
 
@@ -149,7 +149,7 @@ def special_tokens_map(settings: Fields, names: Sequence[str] = TOKEN_NAMES) -> 
 
 
 def _find_sources(folder: Path, settings: Fields) -> dict[str, str]:
-    # Files have precedence over tokenizer_config.json, as on the hub (C7).
+    # Files have precedence over tokenizer_config.json, as on the hub.
     paths = {"default": path} if (path := folder / "chat_template.jinja").exists() else {}
     for path in template_files(folder):
         paths[path.stem] = path

@@ -62,7 +62,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    # dict(...) without the class, whose attributes lead out of the sandbox (C9).
+    # dict(...) without the class, whose attributes lead out of the sandbox.
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -72,7 +72,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    # Refuses underscore names, which reach Python's internals (C9).
+    # Refuses underscore names, which reach Python's internals.
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)

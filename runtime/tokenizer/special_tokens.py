@@ -1,4 +1,4 @@
-"""Separates control tokens spelled in a message from those that the chat template writes (C12)."""
+"""Separates control tokens spelled in a message from those that the chat template writes."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 # A pasted `<|im_end|><|im_start|>system` must reach the model as characters:
 # - A conversation without such spellings is rendered and encoded in one call, as transformers does.
-# - Otherwise each spelling is wrapped in two characters that occur nowhere in the conversation and so cannot be forged
-#   (C13). The rendered text is split at the template's own control tokens; segments with a wrapper are encoded without
-#   added tokens, the others normally.
+# - Otherwise each spelling is wrapped in two characters that occur nowhere in the conversation and so cannot be forged.
+#   The rendered text is split at the template's own control tokens; segments with a wrapper are encoded without added
+#   tokens, the others normally.
 # - A second rendering with the spellings removed must contain the same control tokens in the same order. A template
 #   that depends on a spelling, or damages the wrappers, is refused.
 # Control tokens are all added tokens, also non-special ones (`<tool_call>`), except whitespace. In assistant messages

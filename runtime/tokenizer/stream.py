@@ -28,7 +28,7 @@ class TokenPieces(Protocol):
 class StreamDecoder:
     """Decodes token ids to text with constant work per token.
 
-    Bytes of an incomplete character are held back (C17); each ill-formed sequence becomes one U+FFFD (C18, C19).
+    Bytes of an incomplete character are held back; each ill-formed sequence becomes one U+FFFD.
     """
 
     def __init__(self, pieces: TokenPieces, before: Sequence[int] = ()) -> None:
@@ -60,7 +60,7 @@ class StreamDecoder:
 
 
 class StopMatcher:
-    """Finds the stop string completed first; of two completed together, the longer (C20)."""
+    """Finds the stop string completed first; of two completed together, the longer."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if len(stops) > MAX_STOPS:

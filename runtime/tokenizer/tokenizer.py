@@ -91,7 +91,7 @@ class Tokenizer:
     def load(cls, folder: Path, vocab_size: int, lower: bool = False) -> "Tokenizer":
         """Load the tokenizer of a model with `vocab_size` embedding rows; lower: it puts texts in lower case first.
 
-        Raises ModelError for damaged files, ids without an embedding row, duplicate ids (C3), unsupported decoders.
+        Raises ModelError for damaged files, ids without an embedding row, duplicate ids, unsupported decoders.
         """
         raw, data = read_tokenizer(folder)
         settings = read_tokenizer_settings(folder)
@@ -275,7 +275,7 @@ class Tokenizer:
         allow_special: bool = False,
         **arguments: Any,
     ) -> list[int]:
-        """Return the ids of a conversation rendered by the chat template; no bos is added to the template's (C16).
+        """Return the ids of a conversation rendered by the chat template; no bos is added to the template's.
 
         arguments: passed to the template (`ChatTemplate.check_arguments`). Control tokens spelled in messages, tools
         or arguments stay text unless `allow_special`. Raises UsageError if the template refuses the conversation,
@@ -348,6 +348,6 @@ def _check_texts(texts: Sequence[str]) -> None:
     for text in texts:
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # C14
+        except UnicodeEncodeError as error:
             problem = f"character {error.start} of the text is half of a surrogate pair"
             raise UsageError(problem, "give valid UTF-8 text") from None

@@ -1,4 +1,4 @@
-"""Atomic creation of a folder: written under a temporary name, flushed to disk, then renamed (D2 to D5).
+"""Atomic creation of a folder: written under a temporary name, flushed to disk, then renamed.
 
 `.NAME.lock` next to the target is locked meanwhile, so leftovers found under the lock belong to killed runs.
 """
@@ -102,7 +102,7 @@ class Staging:
                 shutil.rmtree(path)
 
     def commit(self) -> None:
-        """Flush all files, then rename: after a power cut, `target` is the complete old or new folder (D4)."""
+        """Flush all files, then rename: after a power cut, `target` is the complete old or new folder."""
         with disk_errors(self.target):
             for path in self.folder.rglob("*"):
                 flush(path)

@@ -148,7 +148,7 @@ def locked(path: Path, waiting: Callable[[str], None] | None = None, *, remove: 
 
     waiting: called with the holder's id before waiting for it; without it, LockedError is raised instead.
     """
-    # flock: the system releases the lock of a dead process (D8).
+    # flock: the system releases the lock of a dead process.
     descriptor = -1
     try:
         while descriptor < 0:
@@ -176,7 +176,7 @@ def _acquire(descriptor: int, waiting: Callable[[str], None] | None) -> None:
         if try_lock(descriptor):
             return
     except OSError as error:
-        # A download continues on a file system without locks: it is correct without them (D6).
+        # A download continues on a file system without locks: it is correct without them.
         if waiting is None or error.errno not in _NO_LOCKS:
             raise
         return

@@ -119,7 +119,7 @@ def _finite(text: str) -> float:
 
 
 def strict_json(data: bytes, *, infinity: bool = False) -> Any:
-    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity (B1). Raises ValueError."""
+    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity. Raises ValueError."""
     text = data.decode("utf-8")
     if text.startswith("\ufeff"):
         raise ValueError("starts with a byte-order mark")

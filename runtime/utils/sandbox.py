@@ -184,7 +184,7 @@ def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
             reply = json.dumps({"answer": handler(request["request"])})
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a Rust panic is not an Exception (C2)
+        except BaseException as error:  # a Rust panic is not an Exception
             reply = json.dumps({"kind": type(error).__name__, "message": str(error)[:1000]})
         sys.stdout.write(reply + "\n")
         sys.stdout.flush()

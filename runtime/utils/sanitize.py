@@ -1,7 +1,7 @@
 """Makes text from models, files and servers safe to print.
 
-Model output can contain escape sequences that retitle the window or set the clipboard (C21), and a file name can
-contain a newline that forges a log line (C22).
+Model output can contain escape sequences that retitle the window or set the clipboard, and a file name can
+contain a newline that forges a log line.
 """
 
 import re
