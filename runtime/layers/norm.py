@@ -38,23 +38,26 @@ class RMSNorm(nn.Module):
             gain_dtype = torch.float32 if self.spec.fp32_gain else weights.dtype
             self.weight = torch.full((self.spec.size,), self.spec.factor, device=weights.device, dtype=gain_dtype)
             return
-        if self.spec.fp32_gain:
-            self.weight = self._gain(weights.read(self.tensor, torch.float32))
-        else:
-            self.weight = weights.read(self.tensor)
+        stored = self._in_halves(weights.read(self.tensor, torch.float32 if self.spec.fp32_gain else None))
+        self.weight = self._gain(stored) if self.spec.fp32_gain else stored
         if self.spec.bias:
             self.bias = weights.read(self.spec.bias_tensor, self.weight.dtype)
+
+    def _in_halves(self, stored: Tensor) -> Tensor:
+        return stored.view(-1, 2).T.flatten() if self.spec.pairs else stored
 
     def _gain(self, stored: Tensor) -> Tensor:
         return (stored + self.spec.offset) * self.spec.factor
 
     def stored(self, gain: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tensor that a checkpoint of `dtype` stores for `gain`."""
+        gain = gain.view(2, -1).T.flatten() if self.spec.pairs else gain
         return (gain / self.spec.factor - self.spec.offset if self.spec.fp32_gain else gain).to(dtype)
 
     def replace(self, stored: Tensor) -> None:
         """Set the gain from a tensor as a checkpoint stores it."""
-        self.weight = self._gain(stored.to(self.weight)) if self.spec.fp32_gain else stored.to(self.weight)
+        stored = self._in_halves(stored.to(self.weight))
+        self.weight = self._gain(stored) if self.spec.fp32_gain else stored
 
     def forward(self, x: Tensor) -> Tensor:
         if self.spec.heads:  # a norm of each head: a gain by value has no kernel

@@ -19,7 +19,8 @@ class NormSpec:
     """A norm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain `factor`.
 
     heads: 0, or the number of neighbouring vectors with a gain each: tensors `<name>.<index>.weight` (StableLM), or one
-    tensor [heads, size] if `stacked` (Command R+).
+    tensor [heads, size] if `stacked` (Command R+). pairs: the norm follows an interleaved rotation of whole heads,
+    which returns value 2i at i and 2i + 1 at i + size / 2; the tensor has the order before it.
     """
 
     name: str | None
@@ -32,6 +33,7 @@ class NormSpec:
     bias: bool = False  # tensor `<name>.bias` [size], added last; only with `layer_norm`
     heads: int = 0
     stacked: bool = False
+    pairs: bool = False
 
     @property
     def tensor(self) -> str:

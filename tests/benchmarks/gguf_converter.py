@@ -54,7 +54,6 @@ REASONS: dict[str, str] = {
     "qwen3_next-odd": "no tensor: MLPs between layers with experts",
     "smollm3-untied-window": "no key: no_rope_layers other than every fourth, windows",
     "ministral3-within-window": "no key: llama.cpp has no window in mistral3",
-    "muse_glimmer-no-window": "no key: rotation in layers with full attention, eps of the norms after a part",
     "bailing_moe-8top2": "no tensor: llama.cpp requires norms of queries and keys",
     "deepseek-normalized": "no key in deepseek: norm_topk_prob",
     "olmoe-clip": "no key in olmoe: clip_qkv",
@@ -207,6 +206,7 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["moe_intermediate_size"] = None
     classes = {"minicpm": "MiniCPMForCausalLM", "exaone": "ExaoneForCausalLM"}
     classes |= {"bailing_moe": "BailingMoeV2ForCausalLM", "deepseek": "DeepseekForCausalLM"}
+    classes["maincoder"] = "MaincoderForCausalLM"
     classes["muse_glimmer_text"] = "MuseGlimmerForConditionalGeneration"
     if settings["model_type"] in classes:
         settings["architectures"] = [classes[settings["model_type"]]]

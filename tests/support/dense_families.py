@@ -254,6 +254,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan-alpha": ("hunyuan_v1_dense", {**IDS, "head_dim": 16, **scaled("dynamic", factor=1.0, alpha=1000.0)}),
+    "maincoder-hd24": ("maincoder", {**IDS, "head_dim": 24}),
+    "maincoder-tied": ("maincoder", {**IDS, "head_dim": 16, "tie_word_embeddings": True}),
     "hunyuan-tied-biases": (
         "hunyuan_v1_dense",
         {**IDS, "head_dim": 32, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4},

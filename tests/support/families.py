@@ -23,7 +23,7 @@ from tests.support.muse_glimmer import MuseGlimmerText
 from tests.support.mxfp4 import save_mxfp4
 from tests.support.norm_families import NORMS
 from tests.support.pruned_layers import prune
-from tests.support.published_names import normalize_head, publish_baichuan, publish_pangu
+from tests.support.published_names import normalize_head, publish_baichuan, publish_maincoder, publish_pangu
 from tests.support.recurrent_families import RECURRENT
 
 TOKENS = 40
@@ -43,6 +43,7 @@ ALIASES = {
     "deepseek": "qwen2_moe",
     "exaone": "llama",
     "kimi_k2": "deepseek_v3",
+    "maincoder": "hunyuan_v1_dense",
     "mimo": "qwen2",
     "minicpm": "granite",
     "nemotron-nas": "llama",
@@ -57,6 +58,7 @@ PUBLISHED = {
     "bailing_moe": publish_bailing,
     "deepseek": publish_deepseek,
     "exaone": publish_exaone,
+    "maincoder": publish_maincoder,
     "sarvam_mla": publish_sarvam,
     "sarvam_moe": publish_bailing,
 }

@@ -118,6 +118,7 @@ NAMES = (
     "cohere-mha-tied",
     "cohere-head-norms",
     "hunyuan-tied-biases",
+    "maincoder-hd24",
     "ernie4_5-tied",
     "arcee-yarn",
     "qwen3_moe-8top2",

@@ -27,6 +27,24 @@ def publish_baichuan(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in unknown}
 
 
+def publish_maincoder(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Give a dense Hunyuan the names and the interleaved rotation of Maincoder, and return its config."""
+    names = {"query_layernorm": "q_norm", "key_layernorm": "k_norm", ".mlp.": ".feed_forward."}
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        stored = name
+        for old, new in names.items():
+            stored = stored.replace(old, new)
+        if name.split(".")[-2] in ("q_proj", "k_proj", "query_layernorm", "key_layernorm"):
+            # Pairs (i, i + dim / 2) become neighbours; the gains of norms after the rotation follow them.
+            heads = tensor.view(-1, 2, config["head_dim"] // 2, *tensor.shape[1:])
+            tensor = heads.transpose(1, 2).reshape(tensor.shape)
+        tensors[stored] = tensor.contiguous()
+    save_file(tensors, path)
+    size = {"intermediate_size_mlp": config["intermediate_size"], "use_qk_norm": True}
+    return {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")} | size
+
+
 def normalize_head(model: transformers.PreTrainedModel) -> None:
     """Divide the rows of the head by their norms, as Baichuan 2 does before the first token."""
     head = model.get_output_embeddings().weight
