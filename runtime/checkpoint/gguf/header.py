@@ -134,6 +134,11 @@ class _Cursor:
                 raise self.fail(f"truncated while {what} was read")
             self._data += more
 
+    def prefix(self, count: int) -> bytes:
+        """Return the first `count` bytes, or all of a shorter file."""
+        self.need(min(count, self._size), "the magic")
+        return bytes(self._data[:count])
+
     def count_elements(self, count: int, key: str) -> None:
         # Every element becomes a Python object, so the sum counts: an array as long as allowed may occur in any key.
         self._elements += count
@@ -289,9 +294,11 @@ def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
     Raises ModelError naming the file, the key or tensor, and the byte.
     """
     cursor = _Cursor(read, size, source)
-    cursor.need(24, "the header")
-    if cursor.number("4s", "the magic") != MAGIC:
+    # Compared before the size: a page of an error or a text in place of the model may be shorter than a header.
+    if not MAGIC.startswith(cursor.prefix(len(MAGIC))):
         raise damaged(f"{source}: not a GGUF file")
+    cursor.need(24, "the header")
+    cursor.position = len(MAGIC)
     version = cursor.number("I", "the version")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

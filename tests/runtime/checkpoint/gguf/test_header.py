@@ -232,6 +232,23 @@ def test_a_file_that_ends_early_lacks_the_bytes_of_a_tensor(missing: int) -> Non
     assert parse(attacks.gguf((attacks.NAME,), tensors, bytes(128))).tensors.keys() == {"a", "b"}
 
 
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "x.gguf: truncated: the header of 24 bytes, but 0 are left"),
+        (b"0", "x.gguf: not a GGUF file"),
+        (b"0123456789", "x.gguf: not a GGUF file"),
+        (b"GG", "x.gguf: truncated: the header of 24 bytes, but 2 are left"),
+        (b"GGUF" + bytes(6), "x.gguf: truncated: the header of 24 bytes, but 10 are left"),
+    ],
+    ids=["empty", "byte", "text", "half-magic", "magic"],
+)
+def test_a_short_file_is_truncated_only_if_it_begins_as_gguf(data: bytes, problem: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse(data)
+    assert caught.value.message.startswith(problem)
+
+
 def test_a_reader_that_ends_early_is_an_error() -> None:
     data = attacks.gguf((attacks.NAME,), (attacks.ONE,))
     stream = io.BytesIO(data[:40])
