@@ -29,11 +29,15 @@ def frequencies(
     if scaling.kind == "dynamic" and length > scaling.original_context and dim > 2:
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
         theta *= stretch ** (dim / (dim - 2))
+    if scaling.kind == "ntk":
+        theta *= scaling.factor
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     powers = (theta ** exponents.to(precise)).float()
     inverse = 1.0 / powers
     if scaling.kind == "linear":  # position interpolation, arXiv 2306.15595
         return inverse / scaling.factor
+    if scaling.kind == "ntk":  # of GTE: equation 6 of https://kexue.fm/archives/9706
+        return inverse / scaling.factor ** (2 / dim)
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling)
     if scaling.kind == "yarn":

@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 # xielu has parameters and no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate; swiglu_halves is the same
 # function of all rows of gate before those of up.
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_clamped", "swiglu_halves", "xielu"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+RopeKind = Literal["default", "linear", "dynamic", "ntk", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)

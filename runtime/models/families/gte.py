@@ -5,7 +5,7 @@ from dataclasses import replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import ActivationName, ClassifierSpec, LinearSpec, PositionSpec
+from mycli.runtime.models.part_spec import ActivationName, ClassifierSpec, LinearSpec, PositionSpec, RopeScaling
 from mycli.runtime.utils.json_fields import Fields
 
 _ACTIVATIONS: dict[str, ActivationName] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -61,8 +61,10 @@ def read_gte(raw: Fields, theta: float) -> ModelConfig:
     if not raw.has("rope_parameters"):
         raw = hf_config.with_defaults(raw, rope_theta=theta)
     hf_config.require(raw, **_NEUTRAL)
-    raw = _with_ntk(raw)
+    ntk = _ntk(raw)
+    raw = raw if ntk is None else Fields({**raw.values, "rope_scaling": None}, raw.source)
     fields = hf_config.common(raw, handled=("use_bidirectional_attention",), activations=_ACTIVATIONS)
+    fields |= {} if ntk is None else {"rope_scaling": ntk}
     hidden, types = fields["hidden_size"], raw.integer("type_vocab_size", 1, low=0)
     table = LinearSpec("model.embeddings.token_type_embeddings", types, hidden)
     return ModelConfig(
@@ -79,18 +81,14 @@ def read_gte(raw: Fields, theta: float) -> ModelConfig:
     )
 
 
-def _with_ntk(raw: Fields) -> Fields:
-    # NTK scaling of GTE's own code: all frequencies of factor * theta, divided by factor ** (2 / head_dim).
+def _ntk(raw: Fields) -> RopeScaling | None:
+    # NTK scaling of GTE's own code, in which it is not dynamic.
     section = raw.object("rope_scaling")
     if section.text("rope_type", section.text("type", "")) != "ntk":
-        return raw
+        return None
     if section.has("mixed_b"):
         raise section.fail("mixed_b", "is not supported", "run it with transformers or vLLM")
-    factor = section.number("factor", low=1.0, high=1e6)
-    head_dim = raw.integer("hidden_size") // raw.integer("num_attention_heads", high=1 << 16)
-    scaling = {"rope_type": "linear", "factor": factor ** (2 / max(head_dim, 1))}
-    theta = raw.number("rope_theta", low=1e-6, high=1e12) * factor
-    return Fields({**raw.values, "rope_theta": theta, "rope_scaling": scaling}, raw.source)
+    return RopeScaling("ntk", section.number("factor", low=1.0, high=1e6))
 
 
 def _classifier(raw: Fields, hidden: int) -> ClassifierSpec | None:

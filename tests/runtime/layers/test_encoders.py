@@ -14,6 +14,8 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.bidirectional import encode_texts
+from mycli.runtime.layers.rope import frequencies
+from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.embedding_models import cross_encoder, encoder
 from tests.support.models import CPU
 
@@ -153,9 +155,10 @@ def test_gte_as_published(tmp_path: Path) -> None:
     # The frequencies of https://kexue.fm/archives/9706, equation 6.
     rope = open_model_folder(folder).config.layer_rope(0)
     assert rope is not None
-    frequencies = [rope.theta ** (-2 * pair / head_dim) / rope.scaling.factor for pair in range(head_dim // 2)]
+    assert (rope.theta, rope.scaling) == (theta, RopeScaling("ntk", factor))  # as `show` says
+    read = frequencies(rope, 0, 0, torch.device("cpu")).tolist()
     ntk = [(theta * factor) ** (-2 * pair / head_dim) / factor ** (2 / head_dim) for pair in range(head_dim // 2)]
-    assert frequencies == pytest.approx(ntk)
+    assert read == pytest.approx(ntk)
     for key in ("logn_attention_scale", "position_embedding_type"):
         (folder / "config.json").write_text(json.dumps({**config, **published, key: "absolute"}))
         with pytest.raises(ModelError, match=key):
