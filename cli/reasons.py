@@ -142,6 +142,7 @@ REASONS: Mapping[str, str] = {
     "attention-values": "values have a size, a scale or a norm of their own",
     "mlp-norm": "an MLP has a norm before its last product",
     "parallel-experts": "attention and experts run in parallel",
+    "parallel-norms": "attention and MLP run in parallel, each after a norm of its own",
     "parallel-mixers": "attention and a recurrent mixer other than Mamba-2 run in parallel",
     "mamba-gate": "the output of Mamba-2 is normalized before its gate",
     "gate-threshold": "gates of the MLP below a threshold are zero",

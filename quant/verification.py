@@ -173,6 +173,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
                 whole = torch.stack([stack[index] for index in sorted(stack)])
                 if "{expert}" in rule.name and rule.more_names:  # gate and up of an expert follow one another
                     whole = whole.view(-1, (1 + len(rule.more_names)) * whole.shape[1], *whole.shape[2:])
+                elif rule.more_names and rule.stored_shape is None:
+                    whole = whole.flatten(0, 1)
                 yield place.name, whole
                 del stacks[place.name]
             continue

@@ -205,7 +205,9 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
                 shape = place.rule.stored_shape(config)
             elif place.name in stacks:
                 parts = 1 + len(place.rule.more_names)
-                shape = (stacks[place.name] // parts, parts * shape[0], *shape[1:])
+                joined = "{expert}" not in place.rule.name  # tensors of one layer, by rows
+                whole = (parts * shape[0], *shape[1:])
+                shape = whole if joined else (stacks[place.name] // parts, *whole)
             planned = (name, kind, shape)
             if plan.setdefault(name, planned) != planned:
                 problem = f"{kind} and {list(shape)}, but GGUF stacks experts of one type and shape"

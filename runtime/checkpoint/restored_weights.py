@@ -2,8 +2,9 @@
 
 mlx-lm exchanges the last axes of convolutions [channels, 1, taps], adds to the gains of Qwen 3 Next and 3.5 what the
 family adds, and has kv_b of latent attention as two stacks of one matrix per head, keys (transposed) and values, each
-quantized on its own. transformers in memory has the convolutions of queries, keys and values as one. InternLM 2 stores
-the rows of queries, keys and values of each key head one after the other, GTE the rows of up before those of gate.
+quantized on its own. transformers in memory has the convolutions of queries, keys and values as one. InternLM 2,
+GPT-NeoX and large Falcons store the rows of queries, keys and values of each key head one after the other, GTE the rows
+of up before those of gate.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ _KEYS, _VALUES = "embed_q", "unembed_out"
 # Its multipliers are in the weights, but its config still has them.
 _SCALED = "falcon_h1"
 _UP_FIRST = ("gte", "new")
+# The tensors that hold queries, keys and values of one key head after the other; a `llama` is then an InternLM 2.
+_GROUPED = {"llama": "wqkv", "gpt_neox": "query_key_value", "falcon": "query_key_value"}
 
 
 def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> Headers:
@@ -43,10 +46,10 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     if config.model_type in _UP_FIRST:
         for layer in config.layer_specs:
             _split_up_gate(result, layer.dense_mlp)
-    if config.model_type == "llama":
+    if config.model_type in _GROUPED:
         for attention in config.attentions:
-            if isinstance(attention, AttentionSpec):
-                _split_groups(result, attention)
+            if isinstance(attention, AttentionSpec) and len(attention.qkv) == 3:
+                _split_groups(result, attention, _GROUPED[config.model_type])
     return result
 
 
@@ -95,12 +98,12 @@ def _split_up_gate(tensors: dict[str, TensorEntry], spec: MlpSpec) -> None:
         tensors[name] = replace(joined, name=name, shape=shape, offset=offset, nbytes=nbytes)
 
 
-def _split_groups(tensors: dict[str, TensorEntry], spec: AttentionSpec) -> None:
+def _split_groups(tensors: dict[str, TensorEntry], spec: AttentionSpec, stored: str) -> None:
     # Rows are output features in all layouts but GPTQ's and AWQ's, which stay refused as tensors of another model.
     prefix = spec.qkv[0].name.rpartition(".")[0]
     heads = (spec.heads // spec.kv_heads, 1, 1)  # of a group: queries, keys, values
     for part in ("weight", "bias", "scales", "biases"):
-        joined = tensors.get(f"{prefix}.wqkv.{part}")
+        joined = tensors.get(f"{prefix}.{stored}.{part}")
         if joined is None or joined.shape[0] != spec.kv_heads * sum(heads) * spec.head_dim:
             continue
         del tensors[joined.name]

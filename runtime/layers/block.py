@@ -193,7 +193,7 @@ class PerLayer(LayerPart):
 class Parallel:
     """Attention, and an MLP, experts or a recurrent mixer, that read the same input; both outputs are added to it.
 
-    An MLP or experts read it through the norm of attention, a recurrent mixer through a norm of its own.
+    The other part reads it through a norm of its own if it has one, as recurrent mixers do, else through attention's.
     """
 
     def __init__(self, attention: Attention, other: Mlp | Experts | Recurrent) -> None:
@@ -203,8 +203,8 @@ class Parallel:
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         entering = normed(self.attention.norm, x)
         attended = yield from self.attention.inner(entering, context)
-        if isinstance(self.other, Recurrent):
-            entering = normed(self.other.norm, x)
+        if self.other.norm is not None:
+            entering = self.other.norm(x)
         other = yield from self.other.inner(entering, context)
         return self.other.sum(self.attention.sum(x, attended), other)
 

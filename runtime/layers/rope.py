@@ -37,7 +37,7 @@ def frequencies(
     if scaling.kind == "linear":  # position interpolation, arXiv 2306.15595
         return inverse / scaling.factor
     if scaling.kind == "ntk":  # of GTE: equation 6 of https://kexue.fm/archives/9706
-        return inverse / scaling.factor ** (2 / dim)
+        return inverse / math.pow(scaling.factor, 2 / dim)
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling)
     if scaling.kind == "yarn":

@@ -89,7 +89,8 @@ class LayerSpec:
     index: int
     mixer: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
     mlp: MlpSpec | ExpertsSpec | None
-    parallel: bool = False  # mixer and MLP both read the mixer's norm, and both are added to the layer's input
+    # Mixer and MLP are both added to the layer's input. The MLP reads it through the mixer's norm, or one of its own.
+    parallel: bool = False
     state_space: MambaSpec | None = None  # reads the layer's input next to attention; both are added to it (Falcon-H1)
     per_layer: PerLayerSpec | None = None
     laurel: LaurelSpec | None = None
@@ -149,7 +150,9 @@ class LayerSpec:
         """Return what produces the inputs of `product`, as `PartSpec.input_source`; None if it feeds others too."""
         part = next(part for part in self.parts if product in part.products())
         source = part.input_source(product)
-        shared = self.parallel or (self.state_space is not None and product in ("qkv", "recurrent_in"))
+        shared = (self.parallel and self.mlp is not None and self.mlp.norm is None) or (
+            self.state_space is not None and product in ("qkv", "recurrent_in")
+        )
         shared = shared or (isinstance(part, AttentionSpec | MlpSpec) and part.normed_residual)
         shared = shared or (self.laurel is not None and product == "qkv")
         if isinstance(source, NormSpec) and (shared or source.name is None):

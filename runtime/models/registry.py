@@ -22,9 +22,7 @@ _REASONS = {
         "biogpt cpmant ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo openai-gpt opt xglm"
     ),
     "its attention biases by distance (ALiBi) are not implemented": "bloom mpt",
-    "its layout of queries, keys and values is not implemented": (
-        "codegen dbrx gpt_neox gpt_neox_japanese gptj persimmon"
-    ),
+    "its layout of queries, keys and values is not implemented": ("codegen dbrx gpt_neox_japanese gptj persimmon"),
     "its indexer attention, which selects keys for each query, is not implemented": (
         "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm5_next glm5_next_text glm_moe_dsa hy_v4 "
         "minimax_m3_vl minimax_m3_vl_text mistral_large4 mistral_large4_text qwen4_exp qwen4_exp_text"

@@ -28,6 +28,7 @@ DTYPES = (
     DtypeInfo("int8", "I8", "int8", 1),
     DtypeInfo("uint32", "U32", "uint32", 4),
     DtypeInfo("uint8", "U8", "uint8", 1),
+    DtypeInfo("bool", "BOOL", "bool", 1),  # of causal masks, which old checkpoints hold and nothing reads
     DtypeInfo("float8_e4m3fn", "F8_E4M3", "e4m3", 1),
     DtypeInfo("float8_e5m2", "F8_E5M2", "e5m2", 1),
     DtypeInfo("float8_e8m0fnu", "F8_E8M0", "e8m0", 1),

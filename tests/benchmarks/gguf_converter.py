@@ -77,6 +77,8 @@ REASONS: dict[str, str] = {
     "kimi_linear-groups": "no key: layers without experts after ones with some",
     "bailing_hybrid-unbounded": "the converter fails: decays without a lower bound",
     "stablelm-parallel": "the converter fails: norms of several heads",
+    "gpt_neox-sequential": "no tensor: llama.cpp requires biases in attention",
+    "falcon-11b": "no tensor: one norm for groups of keys has the name of 7B's",
     "phi-head-norms": "no tensor in phi2: norms of queries and keys",
 }
 PUBLISHED_CLASSES = {
@@ -122,6 +124,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2-untied-no-bias": {"hidden_act": "gelu_pytorch_tanh"},
     "phi-gqa4:2": {"num_key_value_heads": 4, "intermediate_size": 256},  # the converter assumes both
     "nemotron-half-rotated": {"head_dim": 16},
+    "falcon-40b": {"bias": False, "ffn_hidden_size": 256},
     # The converter reorders the rows of weights, not of biases, and writes no original context.
     "minicpm-longrope": {"attention_bias": False, **longrope(8, original=128)},
     "minicpm3": {
@@ -181,7 +184,7 @@ def converter(root: Path, *, fuse_qkv: bool = False) -> Callable[[Path, Path, st
         with (
             mock.patch.dict(sys.modules, {"gguf": gguf, "conversion": conversion, "conversion.base": base}),
             mock.patch.object(base.AutoConfig, "from_pretrained", plain)
-            if settings["model_type"] in ("nemotron_h", "bailing_hybrid", "kimi_linear")
+            if settings["model_type"] in ("nemotron_h", "bailing_hybrid", "kimi_linear", "gpt_neox")
             else nullcontext(),
         ):
             name = settings["architectures"][0]
@@ -214,6 +217,8 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["rms_norm_eps"] = settings["layer_norm_epsilon"]  # transformers gives it both names
     if settings["model_type"] == "bailing_moe":  # each shared expert counts for itself in the class's size
         settings["moe_shared_expert_intermediate_size"] = settings["moe_intermediate_size"]
+    if settings["model_type"] == "gpt_neox":
+        settings["rotary_pct"] = settings["rope_parameters"]["partial_rotary_factor"]
     if settings["model_type"] == "afmoe":
         settings["route_norm"] = True
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):

@@ -118,6 +118,8 @@ def stored_name(model_type: str, name: str) -> str:
     """Return the checkpoint name of a module of transformers' model, which some families convert."""
     shared = {"hy_v3": ".shared_mlp.", "laguna": ".shared_expert."}.get(model_type, ".shared_experts.")
     name = name.replace(".shared_experts.", shared) if model_type != "nemotron_h" else name
+    if model_type == "gpt_neox":
+        return name.replace("gpt_neox.layers.", "model.layers.")
     if model_type == "falcon":
         return name.replace("transformer.h.", "model.layers.")
     if name.startswith("backbone."):
@@ -131,6 +133,34 @@ def stored_name(model_type: str, name: str) -> str:
     if model_type == "hy_v3" and name.endswith(".mlp.gate"):
         return f"{name.removesuffix('.gate')}.router.gate"
     return name.replace(".mlp.router", ".block_sparse_moe.gate") if model_type == "phimoe" else name
+
+
+_GROUPED = ".query_key_value"
+
+
+def separated(found: dict[str, Tensor], groups: int | None) -> dict[str, Tensor]:
+    """Return weights or inputs by linear with those of q, k and v in place of GPT-NeoX's one linear.
+
+    groups: of queries, keys and values, which follow one another in the rows of a weight; None for inputs.
+    """
+    result = {}
+    for name, values in found.items():
+        if not name.endswith(_GROUPED):
+            result[name] = values
+            continue
+        parts = [values] * 3 if groups is None else values.unflatten(0, (groups, 3, -1)).unbind(1)
+        for part, each in zip("qkv", parts, strict=True):
+            result[name.replace(_GROUPED, f".{part}_proj")] = each if groups is None else each.flatten(0, 1)
+    return result
+
+
+def grouped(stored: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
+    """Return the tensors of a file with q, k and v of each head in one, as GPT-NeoX's files have them."""
+    result = dict(stored)
+    for name in [name for name in stored if ".q_proj." in name]:
+        parts = [result.pop(name.replace("q_proj", f"{part}_proj")).unflatten(0, (groups, -1)) for part in "qkv"]
+        result[name.replace(".q_proj", _GROUPED)] = torch.stack(parts, dim=1).flatten(0, 2)
+    return result
 
 
 def class_of(model_type: str) -> Any:
@@ -171,4 +201,6 @@ def weights_of(
             gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
             parts = (gate_up.T, down.T) if len(linears) == 2 else (*gate_up.chunk(2), down)
             found |= zip(linears, parts, strict=True)
-    return found
+    return (
+        separated(found, reference.config.num_attention_heads) if reference.config.model_type == "gpt_neox" else found
+    )

@@ -163,6 +163,7 @@ NAMES = (
     "iquestcoder-hd24",
     "jais2-gqa4:2",
     "falcon-7b",
+    "gpt_neox-parallel",
     "nemotron-half-rotated",
     "nemotron-tied-biases",
     "olmo-clip",

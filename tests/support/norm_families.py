@@ -43,6 +43,26 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi",
         {**IDS, "qk_layernorm": True, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "hidden_act": "relu2"},
     ),
+    "gpt_neox-sequential-half-rotated-no-bias": (
+        "gpt_neox",
+        {
+            **IDS,
+            **{"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
+            **scaled("default", partial_rotary_factor=0.5),
+        },
+    ),
+    "gpt_neox-parallel": ("gpt_neox", {**IDS, **scaled("default", partial_rotary_factor=0.25)}),
+    "falcon-40b-biases-untied": (
+        "falcon",
+        {
+            **{**IDS, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+            **{"ffn_hidden_size": 88, "tie_word_embeddings": False},
+        },
+    ),
+    "falcon-11b": (
+        "falcon",
+        {**IDS, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     "falcon-biases-untied": ("falcon", {**IDS, "ffn_hidden_size": 88, "bias": True, "tie_word_embeddings": False}),
     "falcon-7b": ("falcon", {**IDS, "num_kv_heads": 1}),  # without the key, its class saves the number of heads
     "nemotron-half-rotated": ("nemotron", {**IDS, "head_dim": 24}),

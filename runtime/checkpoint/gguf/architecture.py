@@ -173,7 +173,10 @@ class Architecture:
             written = written.replace("{layer}", layer[1])
         parts = [rule.name, *rule.more_names]
         if expert is None:
-            return Place(written, rule, parts.index(name.rpartition(".")[0]) if rule.more_names else None)
+            if not rule.more_names:
+                return Place(written, rule)
+            module = f".{name.rpartition('.')[0]}"
+            return Place(written, rule, next(i for i, part in enumerate(parts) if module.endswith(f".{part}")))
         index = next(index for index, part in enumerate(parts) if f".{part}." in f"{pattern[7:]}.")
         return Place(written, rule, int(expert[1]) * len(parts) + index)
 
@@ -193,7 +196,8 @@ class Architecture:
                 )
             names = (name, *self._more_names(stored, name))
             if _EXPERT not in name:
-                parts = entry.split([stored] * len(names)) if len(names) > 1 else [entry]
+                stacked = self._rule(stored).stored_shape is not None
+                parts = entry.split([stored] * len(names)) if stacked else _split_rows(entry, len(names))
                 yield from zip(names, parts, strict=len(parts) == len(names))
                 continue
             experts = model.integer(self._rule(stored).count_key, 0, high=_MAX_EXPERTS)
@@ -388,3 +392,13 @@ class Architecture:
             **({} if images is None else self.write_multimodal(config, images)),
         }
         return {f"{self.name}.{name}": value for name, value in keys.items()}
+
+
+def _split_rows(entry: TensorEntry, count: int) -> list[TensorEntry]:
+    """Split a tensor into `count` with the same number of rows; the tensor itself if it has another number of rows."""
+    rows, nbytes = entry.shape[0], entry.nbytes // count
+    if rows % count:
+        return [entry]
+    shape = (rows // count, *entry.shape[1:])
+    places = (entry.offset + index * nbytes for index in range(count))
+    return [replace(entry, shape=shape, offset=offset, nbytes=nbytes) for offset in places]

@@ -92,6 +92,8 @@ def _part(part: BlockPart) -> CPart:
         case Experts():
             return _experts(part)
         case Parallel(other=Mlp() as mlp):
+            if mlp.norm is not None:
+                raise NotNativeError(Declined("parallel-norms"))
             return CParallelPart(_attention(part.attention), _mlp(mlp))
         case Parallel(other=Recurrent(mixer=Mamba() as mixer) as other):
             return CParallelMixersPart(_attention(part.attention), _mamba(other, mixer))

@@ -18,6 +18,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cpu import NATIVE_ROWS
+from mycli.runtime.engine.passes.cpu_parts import native_part
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.block import Attention
@@ -78,6 +79,15 @@ def test_parts_have_the_bits_of_their_steps(
     runner = load_bf16(tmp_path, kv)
     each = runner.config.layers * PARTS.get(case, ["attention", "mlp"])
     assert same_as_by_steps(runner, kv, monkeypatch) == len(PASSES) * [*each, "|"]
+
+
+@pytest.mark.parametrize("case", ("gpt_neox-parallel", "falcon-40b-biases-untied"))
+def test_parallel_parts_with_a_norm_each_are_declined(case: str, tmp_path: Path) -> None:
+    """The native code reads one norm for both."""
+    model_type, changes = CASES[case]
+    make(tmp_path, model_type, {**WIDE, **changes})
+    (part,) = next(load_bf16(tmp_path).model.layers()).parts
+    assert native_part(part) == Declined("parallel-norms")
 
 
 def test_sinks_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,34 @@
+"""Falcon (40B, 180B): groups of keys and values, a norm for attention and one for the MLP; read only."""
+
+from dataclasses import replace
+
+from mycli.runtime.checkpoint.gguf.architecture import Config
+from mycli.runtime.checkpoint.gguf.architectures import falcon
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    if "blk.0.attn_norm_2.weight" not in model.tensors:
+        raise model.metadata.fail("general.architecture", "'falcon' with groups of keys and one norm is not supported")
+    return {
+        "hidden_act": "gelu",
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "new_decoder_architecture": True,
+    }
+
+
+_JOINED = falcon.ARCHITECTURE.layer_tensors
+ARCHITECTURE = replace(
+    falcon.ARCHITECTURE,
+    written_types=(),
+    layer_tensors={
+        **{name: rule for name, rule in _JOINED.items() if name != "attn_qkv"},
+        **{f"attn_{part}": TensorRule(f"self_attention.{part}_proj") for part in "qkv"},
+        "attn_norm": TensorRule("ln_mlp"),
+        "attn_norm_2": TensorRule("ln_attn"),
+    },
+    reads=lambda metadata, experts: not falcon.is_small(metadata),
+    read_config=_read_config,
+)
