@@ -111,6 +111,22 @@ def test_the_first_version_of_ling_is_read_as_deepseek_moe(normalized: bool) -> 
     assert isinstance(mixture, ExpertsSpec) and mixture.routing == RoutingSpec(2, normalized)
 
 
+def test_a_large_falcon_has_a_norm_for_each_part_and_groups_of_keys() -> None:
+    facts = FACTS["falcon-7b"]
+    tensors = {
+        name: [64, 128] if name.endswith("attn_qkv.weight") else shape for name, shape in facts["tensors"].items()
+    }
+    norms = {name.replace("attn_norm", "attn_norm_2"): shape for name, shape in tensors.items() if "attn_norm" in name}
+    keys = {**facts["keys"], "falcon.attention.head_count_kv": 2}
+    folder = gguf_folder({**facts, "keys": keys, "tensors": tensors | norms})
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+    layer = folder.config.layer(0)
+    assert [norm.name and norm.name.rpartition(".")[2] for norm in layer.norms()] == ["ln_attn", "ln_mlp"]
+    assert [linear.out_features for linear in layer.attention.qkv] == [64, 32, 32]
+    with pytest.raises(ModelError, match="one norm is not supported"):
+        gguf_folder({**facts, "keys": keys, "tensors": tensors})
+
+
 @pytest.mark.parametrize("name", FACTS)
 def test_the_frequency_factors_written_are_the_converters(name: str) -> None:
     factors = rope_factors(parse_config(Fields(FACTS[name]["config"], "config.json")))
