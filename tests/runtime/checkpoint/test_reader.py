@@ -37,6 +37,8 @@ def content(dtype: torch.dtype, shape: Shape, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
     limits = torch.iinfo(dtype)
     return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype)
 
