@@ -57,6 +57,7 @@ _ANY_NUMBER = 1.7e308
 _LARGEST_LENGTH = (1 << 31) - 1
 _COUNTS = ("minProperties", "maxProperties")
 _LEFT_OUT = object()
+_DATA = ("enum", "const", "default", "examples")  # what they hold is no schema
 _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
 
 
@@ -75,6 +76,7 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
 
     Raises ValueError that names the path of a part which is too large or not supported, RecursionError.
     """
+    schema = _set_keywords(schema)
     cost = _Cost(schema)
     nodes = cost.total()
     rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema), References(schema))
@@ -96,6 +98,22 @@ def count_values(schema: Any) -> int | None:
         return None
     counts = [count_values(value) for value in properties.values()]
     return sum(count for count in counts if count is not None) if None not in counts else None
+
+
+def _set_keywords(node: Any, names: bool = False) -> Any:
+    """Return a schema without its null keywords; names: the keys of `node` are names of properties or definitions.
+
+    Null is the value of no keyword but `const` and annotations: Go and others write it for a field that is not set.
+    """
+    if isinstance(node, list):
+        return [_set_keywords(part) for part in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        key: value if key in _DATA and not names else _set_keywords(value, key in (*_MAPS, *_DEFINITIONS) and not names)
+        for key, value in node.items()
+        if names or value is not None or key == "const"
+    }
 
 
 def _asserts(node: Mapping[str, Any]) -> int:

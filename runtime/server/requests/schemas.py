@@ -349,11 +349,19 @@ class ContentPart(Strict):
 Content = LongText | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None
 
 
+class ChatPart(ContentPart):
+    """Part of a message of chat: text, or the assistant's reasoning, which clients name in several ways."""
+
+    thinking: Content = None  # of Mistral, a list, and of Anthropic
+    reasoning: LongText | None = None  # of LangChain
+    summary: Content = None  # of OpenAI's responses
+
+
 class ChatMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content = None
+    content: LongText | Annotated[list[ChatPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     refusal: LongText | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: list[CalledTool] | None = Field(None, max_length=128)

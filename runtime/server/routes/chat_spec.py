@@ -210,7 +210,8 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
 
 def _call(function: Mapping[str, Any], syntax: tuple[str, str, str, str], strict: bool) -> CallGrammar:
     before, after, name_key, arguments_key = syntax
-    parameters = {"type": "object", **(function.get("parameters") or {})}
+    written = function.get("parameters") or {}
+    parameters = {**written, "type": written.get("type") or "object"}
     parameters.pop("$id", None)  # references in them are relative to the whole call now
     schema = {
         "type": "object",

@@ -12,7 +12,7 @@ from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.requests.schemas import (
     CalledTool,
     ChatMessage,
-    Content,
+    ChatPart,
     ContentPart,
     StreamFigures,
     StreamOptions,
@@ -25,6 +25,7 @@ from mycli.runtime.utils.json_fields import strict_json
 
 LEAST_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity, and OpenAI uses this number
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+_REASONING_PARTS = ("thinking", "reasoning", "redacted_thinking")  # the last one is encrypted, and has no text
 
 
 def now() -> int:
@@ -44,7 +45,7 @@ def left_out_note(kind: str) -> str:
     return f"[{kind}: left out, this model reads text only]"
 
 
-def text_of(content: Content, place: str, result: bool = False) -> str:
+def text_of(content: str | Sequence[ContentPart] | None, place: str, result: bool = False) -> str:
     """Return the text of a message. Raises ApiError for parts other than text: nothing is ever fetched.
 
     result: of a tool, whose other parts are replaced by a note.
@@ -92,6 +93,12 @@ def _called(call: CalledTool) -> tuple[str, str | Mapping[str, Any] | None]:
     return call.custom.name, {"input": call.custom.input}  # as for custom tools in the interface of responses
 
 
+def _reasoning_of(part: ChatPart, place: str) -> str:
+    if isinstance(part.thinking, list):
+        return text_of(part.thinking, f"{place}.thinking")
+    return part.thinking or part.reasoning or part.text or text_of(part.summary, f"{place}.summary")
+
+
 def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
     """Convert messages of OpenAI's chat to those of templates. Raises ApiError."""
     messages: list[Message] = []
@@ -106,8 +113,16 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
             calls.append(call_fields(item.function_call.name, item.function_call.arguments, ""))
         role: Role = "tool" if item.role == "function" else item.role
         name = item.name or (names.get(item.tool_call_id or "", "") if role == "tool" else "")
-        reasoning = item.reasoning or item.reasoning_content or ""
-        content = text_of(item.content, f"messages.{index}.content", role == "tool") or item.refusal or ""
+        place, parts, thoughts = f"messages.{index}.content", item.content, list[str]()
+        if item.role == "assistant" and isinstance(parts, list):
+            thoughts = [
+                _reasoning_of(part, f"{place}.{number}")
+                for number, part in enumerate(parts)
+                if part.type in _REASONING_PARTS
+            ]
+            parts = [part for part in parts if part.type not in _REASONING_PARTS]
+        reasoning = item.reasoning or item.reasoning_content or "\n".join(filter(None, thoughts))
+        content = text_of(parts, place, role == "tool") or item.refusal or ""
         messages.append(Message(role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
     return messages
 

@@ -223,6 +223,18 @@ def test_references_in_a_tool_s_schema_are_relative_to_it(reasoning: LoadedModel
         assert joined(answer)[2] == [("f", arguments)]
 
 
+def test_a_forced_tool_may_have_a_schema_with_null_keywords(reasoning: LoadedModel) -> None:
+    """Servers of tools in Go write null for an empty map: refused, although the tool takes no arguments."""
+    parameters = {"type": None, "properties": None, "required": None, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    ids = reasoning.tokenizer.encode(text, add_special=False, allow_special=True)
+    with serving(reasoning, GrammarEngine(lambda request: ids)) as served:
+        answer = served.chat("Go", tools=[tool], tool_choice="required")
+        assert answer.status == 200, answer.body
+        assert joined(answer)[2] == [("f", "{}")]
+
+
 def test_anthropic_structured_outputs_are_kept(served: Served) -> None:
     form = {"type": "json_schema", "schema": ANSWER}
     with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0) as client:

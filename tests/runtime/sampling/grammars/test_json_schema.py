@@ -266,6 +266,21 @@ def test_f10_parts_of_one_object_are_closed_together() -> None:
     assert set(either["properties"]) == {"name", "age"} and either["additionalProperties"] is False
 
 
+def test_a_keyword_that_is_null_is_not_set() -> None:
+    """Go and others write null for an empty map or list of a schema."""
+    data = {"const": None, "default": {"type": None}, "examples": [{"a": None}]}
+    unset = {"properties": None, "required": None, "additionalProperties": None, "minLength": None, "enum": None}
+    schema = {**unset, "type": "object", "properties": {"enum": {**data, **unset}, "b": {"items": None}}}
+    for strict in (True, False):
+        prepared = prepare(schema, strict, closed=True)
+        assert prepared.loosened == ()
+        assert prepared.schema == {
+            "type": "object",
+            "properties": {"enum": data, "b": {}},
+            "additionalProperties": False,
+        }
+
+
 def test_integers_have_the_range_of_exact_json_integers() -> None:
     assert closed({"type": "integer"})["maximum"] == LARGEST_INTEGER
     assert closed({"type": "integer", "minimum": 3}) == {"type": "integer", "minimum": 3}
