@@ -71,6 +71,10 @@ class Prepared:
     def replies(self) -> int:
         return sum(len(readers) for _, readers in self.requests)
 
+    def prompt_of(self, reply: int) -> int:
+        """Return the number of the prompt that reply `reply` continues; each prompt has as many replies."""
+        return reply * len(self.prompts) // self.replies
+
 
 class Service(ServerState):
     """One served model. `created`: seconds since 1970, shown in the list of models."""

@@ -56,7 +56,7 @@ class Rendering(Protocol):
         """Return the events that end a stream which has failed."""
         ...
 
-    def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, replies: Sequence[Piece]) -> dict[str, Any] | list[dict[str, Any]]:
         """Return the body of a response that is not streamed."""
         ...
 
@@ -191,7 +191,7 @@ async def running(
             delivery.put(merged(work.pieces))
         if work.requests:
             tickets = service.worker.submit(work.requests, delivery, work.records)
-        yield _pieces(service, delivery, prepared.replies, figures, leave_out)
+        yield _pieces(service, delivery, prepared, leave_out)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
@@ -215,9 +215,9 @@ def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:
 
 
 async def _pieces(
-    service: Service, delivery: Delivery, count: int, figures: RequestFigures, leave_out: LeaveOut
+    service: Service, delivery: Delivery, prepared: Prepared, leave_out: LeaveOut
 ) -> AsyncIterator[list[Piece]]:
-    limits = service.settings.limits
+    limits, figures, count = service.settings.limits, prepared.figures, prepared.replies
     ended, silent, started = 0, 0.0, False
     while ended < count:
         try:
@@ -234,7 +234,7 @@ async def _pieces(
         for piece in pieces:
             ended += piece.end is not None
             figures.completion += len(piece.tokens)
-            figures.cached = min(max(figures.cached, piece.cached_tokens), figures.prompt)
+            figures.add_cached(prepared.prompt_of(piece.index), piece.cached_tokens)
             if (error := _failure(piece)) is not None:
                 raise error
         yield pieces

@@ -293,6 +293,7 @@ EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (CHAT, "length_penalty"): (SERVED, 2.0),
     (TEXT, "length_penalty"): (SERVED, 2.0),
     (NATIVE, "n_indent"): (SERVED, 2),
+    (NATIVE, "n_probs"): (SERVED, 2),
     (NATIVE, "reasoning_budget_tokens"): (REFUSED, 5),
     (NATIVE, "response_fields"): (SERVED, ["content"]),
     (NATIVE, "return_progress"): (SERVED, True),

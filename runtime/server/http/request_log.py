@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
@@ -14,10 +14,18 @@ class RequestFigures:
     """Token counts of a request and its replies. ttft, tpot: seconds to the first token, and per token after it."""
 
     prompt: int = 0
-    cached: int = 0
     completion: int = 0
     ttft: float | None = None
     tpot: float | None = None
+    _cached: dict[int, int] = field(default_factory=dict)  # by prompt, since replies to one prompt share its tokens
+
+    def add_cached(self, prompt: int, tokens: int) -> None:
+        """Note that `tokens` of the prompt with this number were found in the cache."""
+        self._cached[prompt] = max(tokens, self._cached.get(prompt, 0))
+
+    @property
+    def cached(self) -> int:
+        return min(sum(self._cached.values()), self.prompt)
 
 
 @dataclass(frozen=True)

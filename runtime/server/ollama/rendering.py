@@ -30,7 +30,7 @@ class OllamaRendering:
 
     def __init__(self, service: Service, prepared: Prepared, body: OllamaRequest, as_message: bool) -> None:
         self._model, self._as_message = shown_name(body, service), as_message
-        self._counts, self._figures = TokenCounts(prepared.prompt_tokens), prepared.figures
+        self._counts, self._figures = TokenCounts(prepared), prepared.figures
         self._tokenizer = service.loaded.tokenizer
         self._hides_thinking = body.think is False
         self._began = time.perf_counter_ns()

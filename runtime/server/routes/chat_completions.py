@@ -171,7 +171,7 @@ class ChatRendering(OpenAIRendering):
         self._shows_reasoning = body.shows_reasoning
 
     def begin(self) -> Iterable[bytes]:
-        for index in range(self._replies):
+        for index in range(self._prepared.replies):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
     def add(self, piece: Piece) -> Iterable[bytes]:

@@ -117,8 +117,6 @@ class TextRendering(OpenAIRendering):
     def __init__(self, service: Service, prepared: Prepared, body: CompletionRequest, ids: ReplyIds) -> None:
         self._tokenizer = service.loaded.tokenizer
         self._echo, self._top = bool(body.echo), body.logprobs
-        self._per_prompt = body.n or 1
-        self._prompts = prepared.prompts
         model = body.model or service.name
         head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
         super().__init__(prepared, head, body.stream_options, body)
@@ -148,7 +146,7 @@ class TextRendering(OpenAIRendering):
         index = piece.index
         text, tokens = piece.content, list[int | TokenLogprob]()
         if self._echo and not self._started[index]:
-            prompt = self._prompts[index // self._per_prompt]
+            prompt = self._prepared.prompts[self._prepared.prompt_of(index)]
             text = self._tokenizer.decode(prompt) + text
             tokens += prompt[:1]
         self._started[index] = True

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.server.requests.schemas import LongText, Strict
-from mycli.runtime.server.routes.llama_cpp import LlamaCppRendering, LlamaCppRequest, prepare_reply
+from mycli.runtime.server.routes.llama_cpp import LlamaCppRendering, LlamaCppRequest, prepare_replies
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, read_request
 
@@ -38,7 +38,7 @@ def _prepare(service: Service, body: InfillRequest) -> tuple[Prepared, bool]:
     prefix = body.input_prefix + (body.prompt or "")
     prompt = service.fim_prompt(prefix, body.input_suffix, "input_suffix", extra, room)
     omitted = ["text beyond the context"] if prompt.cut else []
-    return prepare_reply(service, body, prompt.ids, "input_prefix", omitted, fills=True), prompt.cut
+    return prepare_replies(service, body, [prompt.ids], "input_prefix", omitted, fills=True), prompt.cut
 
 
 async def infill(service: Service, request: Request) -> Response:

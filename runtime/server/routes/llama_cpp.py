@@ -2,19 +2,20 @@
 
 import re
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from mycli.runtime.engine.replies.reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput, reply_room
+from mycli.runtime.sampling.logprobs import MAX_TOP, TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.requests.formats import Constraints, output_format
 from mycli.runtime.server.requests.schemas import ForReply, Sampling, StreamFigures
-from mycli.runtime.server.routes.wire import OpenAIRendering
+from mycli.runtime.server.routes.wire import OpenAIRendering, logprob_fields
 from mycli.runtime.server.service import Prepared, Service
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
@@ -44,6 +45,7 @@ class LlamaCppRequest(ForReply, Sampling, StreamFigures, Constraints):
     t_max_prompt_ms: int | None = Field(None, ge=-1, le=1 << 31)  # clients send it; no version of llama.cpp reads it
     response_fields: list[Annotated[str, Field(max_length=256)]] | None = Field(None, max_length=256)
     return_tokens: bool | None = None
+    n_probs: int | None = Field(None, ge=0, le=MAX_TOP)
 
     @property
     def limit(self) -> int | None:
@@ -111,32 +113,49 @@ class LineReader:
         return shown, False
 
 
-def prepare_reply(
-    service: Service, body: LlamaCppRequest, prompt: list[int], param: str, omitted: Sequence[str] = (), *, fills: bool
+def prepare_replies(
+    service: Service,
+    body: LlamaCppRequest,
+    prompts: Sequence[list[int]],
+    param: str,
+    omitted: Sequence[str] = (),
+    *,
+    fills: bool,
 ) -> Prepared:
-    """Return the request for one reply; `fills`: to a prompt of `Service.fim_prompt`. Raises ApiError."""
-    service.check_fits(prompt, None, param)
+    """Return the requests for one reply to each prompt; `fills`: `Service.fim_prompt` made them. Raises ApiError."""
     sampling, unsupported = body.sampling()
-    room = reply_room(service.context, len(prompt))
-    limit = room if body.limit is None else min(body.limit, room)
-    request = service.request(prompt, sampling, limit, service.grammar(output_format(body)), None, fills_in=fills)
-    reader = ReplyReader(service.loaded.tokenizer, body.stops, before=prompt)
+    grammar = service.grammar(output_format(body))
     milliseconds = body.t_max_predict_ms or 0
     seconds = milliseconds / 1000 if milliseconds > 0 else None
-    limited = LineReader(reader, body.n_indent or 0, seconds) if body.n_indent or seconds is not None else reader
-    return Prepared([(request, [limited])], [prompt], omitted=[*omitted, *unsupported])
+    requests = []
+    for index, prompt in enumerate(prompts):
+        service.check_fits(prompt, None, param)
+        room = reply_room(service.context, len(prompt))
+        limit = room if body.limit is None else min(body.limit, room)
+        request = service.request(prompt, sampling, limit, grammar, body.n_probs or None, fills_in=fills)
+        reader = ReplyReader(service.loaded.tokenizer, body.stops, index, before=prompt)
+        limited = LineReader(reader, body.n_indent or 0, seconds) if body.n_indent or seconds is not None else reader
+        requests.append((request, [limited]))
+    return Prepared(requests, prompts, omitted=[*omitted, *unsupported])
+
+
+@dataclass
+class _Reply:
+    # What has arrived of a reply.
+    cached: int = 0
+    generated: int = 0
+    new_line: bool = False
+    last: Piece = Piece()
 
 
 class LlamaCppRendering(OpenAIRendering):
-    """Writes a reply in the form of llama.cpp; truncated: parts of the prompt were left out."""
+    """Writes replies in the form of llama.cpp; truncated: parts of the prompt were left out."""
 
     def __init__(self, service: Service, prepared: Prepared, body: LlamaCppRequest, truncated: bool) -> None:
         super().__init__(prepared, {}, None, body)
         self._tokenizer, self._model = service.loaded.tokenizer, body.model or service.name
-        ((self._request, _),) = prepared.requests
         self._body, self._truncated = body, truncated
-        self._new_line = False
-        self._last = Piece()
+        self._states = [_Reply() for _ in prepared.prompts]
 
     def begin(self) -> Iterable[bytes]:
         return ()
@@ -144,45 +163,75 @@ class LlamaCppRendering(OpenAIRendering):
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._count(piece)
         self._note(piece)
-        yield from self._progress_event(piece, self._part(""))
-        if piece.content:
-            timings = {"timings": self._timings()} if self._timed else {}
-            yield event({**self._part(piece.content, piece.tokens), **timings})
+        index = piece.index
+        yield from self._progress_event(piece, self._part(index, ""))
+        if piece.content or piece.logprobs:
+            timings = {"timings": self._reply_timings(index)} if self._timed else {}
+            probabilities = self._probabilities(piece.logprobs)
+            yield event({**self._part(index, piece.content, piece.tokens), **probabilities, **timings})
+        if piece.end is not None:
+            yield event(self._result(index, "", ()))
 
     def keep_alive(self) -> Iterable[bytes]:
-        yield event(self._part(""))
+        yield event(self._part(0, ""))
 
     def finish(self) -> Iterable[bytes]:
-        yield event(self._result("", ()))
+        return ()
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         yield event({"error": error.fields()})
 
-    def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
-        (reply,) = replies
-        self._counts.add(reply)
-        self._note(reply)
-        return self._result(reply.content, reply.tokens)
+    def whole(self, replies: Sequence[Piece]) -> dict[str, Any] | list[dict[str, Any]]:
+        results = []
+        for reply in replies:
+            self._note(reply)
+            probabilities = self._probabilities(reply.logprobs)
+            results.append(self._result(reply.index, reply.content, reply.tokens, probabilities))
+        return results if len(results) > 1 else results[0]
 
     def _note(self, piece: Piece) -> None:
-        self._new_line = self._new_line or "\n" in piece.content
-        self._last = piece
+        state = self._states[piece.index]
+        state.cached = max(state.cached, piece.cached_tokens)
+        state.generated += len(piece.tokens)
+        state.new_line = state.new_line or "\n" in piece.content
+        state.last = piece
 
-    def _part(self, content: str, tokens: Sequence[int] = ()) -> dict[str, Any]:
+    def _probabilities(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if not self._body.n_probs:
+            return {}
+
+        def fields(token: int, logprob: float) -> dict[str, Any]:
+            return {"id": token, **logprob_fields(self._tokenizer, token, logprob)}
+
+        entries = [
+            {**fields(item.token, item.logprob), "top_logprobs": [fields(*other) for other in item.top]}
+            for item in logprobs
+        ]
+        return {"completion_probabilities": entries}
+
+    def _reply_timings(self, index: int) -> dict[str, Any]:
+        state = self._states[index]
+        return self._timings(len(self._prepared.prompts[index]), state.cached, state.generated)
+
+    def _part(self, index: int, content: str, tokens: Sequence[int] = ()) -> dict[str, Any]:
         return {
-            "index": 0,
+            "index": index,
             "content": content,
             "tokens": list(tokens) if self._body.return_tokens else [],
             "stop": False,
             "id_slot": -1,
-            "tokens_predicted": self._counts.generated,
-            "tokens_evaluated": self._counts.prompt,
+            "tokens_predicted": self._states[index].generated,
+            "tokens_evaluated": len(self._prepared.prompts[index]),
         }
 
-    def _result(self, content: str, tokens: Sequence[int]) -> dict[str, Any]:
-        sampling, paths = self._request.sampling, self._body.response_fields
+    def _result(
+        self, index: int, content: str, tokens: Sequence[int], probabilities: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        state, paths = self._states[index], self._body.response_fields
+        request, _ = self._prepared.requests[index]
+        sampling = request.sampling
         result = {
-            **self._part(content, tokens),
+            **self._part(index, content, tokens),
             "stop": True,
             "model": self._model,
             "generation_settings": {
@@ -194,15 +243,16 @@ class LlamaCppRendering(OpenAIRendering):
                 "stop": self._body.stops,
                 "stream": bool(self._body.stream),
             },
-            "has_new_line": self._new_line,
+            "has_new_line": state.new_line,
             "truncated": self._truncated,
-            "stop_type": _STOP_TYPES.get(self._last.end or "", "limit"),
-            "stopping_word": self._last.stop or "",
-            "tokens_cached": self._counts.prompt + self._counts.generated,
-            "timings": self._timings(),
+            "stop_type": _STOP_TYPES.get(state.last.end or "", "limit"),
+            "stopping_word": state.last.stop or "",
+            "tokens_cached": len(request.prompt) + state.generated,
+            "timings": self._reply_timings(index),
+            **(probabilities or {}),
         }
         if not paths or "prompt" in paths:
-            result["prompt"] = self._tokenizer.spelled(self._request.prompt)
+            result["prompt"] = self._tokenizer.spelled(request.prompt)
         return result if not paths else _chosen(result, paths)
 
 

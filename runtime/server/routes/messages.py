@@ -61,7 +61,7 @@ class MessageRendering:
     """Writes a reply as message, or as the events of its blocks."""
 
     def __init__(self, service: Service, prepared: Prepared, body: MessagesRequest, ids: ReplyIds) -> None:
-        self._counts = TokenCounts(prepared.prompt_tokens)
+        self._counts = TokenCounts(prepared)
         self._clipped = prepared.clipped
         self._shown = body.shows_reasoning
         self._head = {"id": ids.name, "type": "message", "role": "assistant", "model": body.model or service.name}

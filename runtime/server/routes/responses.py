@@ -45,7 +45,7 @@ class ResponseRendering:
     """Writes a reply as response, or as the events of its items."""
 
     def __init__(self, service: Service, prepared: Prepared, body: ResponsesRequest, ids: ReplyIds) -> None:
-        self._counts = TokenCounts(prepared.prompt_tokens)
+        self._counts = TokenCounts(prepared)
         tokenizer = service.loaded.tokenizer
 
         def logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

@@ -147,21 +147,20 @@ def chat_tools(tools: Sequence[ToolSpec] | None) -> tuple[list[Tool], list[str]]
 
 
 class TokenCounts:
-    """Counts the tokens of a request: `prompt`, and of its replies as their pieces come."""
+    """Counts the tokens of a request: its prompts, and its replies as their pieces come."""
 
-    def __init__(self, prompt: int) -> None:
-        self.prompt, self.generated, self.reasoning = prompt, 0, 0
-        self._cached = 0
+    def __init__(self, prepared: Prepared) -> None:
+        self.prompt, self.generated, self.reasoning = prepared.prompt_tokens, 0, 0
+        self._figures = prepared.figures
 
     def add(self, piece: Piece) -> None:
         """Count the tokens of one more piece."""
         self.generated += len(piece.tokens)
         self.reasoning += piece.reasoning_tokens
-        self._cached = max(self._cached, piece.cached_tokens)
 
     @property
     def cached(self) -> int:
-        return min(self._cached, self.prompt)
+        return self._figures.cached
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage` of chat and completions."""
@@ -183,12 +182,10 @@ class OpenAIRendering:
     def __init__(
         self, prepared: Prepared, head: dict[str, Any], options: StreamOptions | None, figures: StreamFigures
     ) -> None:
-        self._counts, self._head = TokenCounts(prepared.prompt_tokens), head
-        self._figures, self._unfinished = prepared.figures, prepared.replies
+        self._counts, self._head = TokenCounts(prepared), head
+        self._prepared, self._unfinished = prepared, prepared.replies
         self._began, self._first = time.perf_counter(), 0.0
         self._timed, self._shows_progress = bool(figures.timings_per_token), bool(figures.return_progress)
-        self._prompt_sizes = [len(prompt) for prompt in prepared.prompts]
-        self._replies = prepared.replies
         self._progress = dict[int, int]()  # prompt tokens by reply
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_so_far = self._include_usage and options is not None and bool(options.continuous_usage_stats)
@@ -205,7 +202,7 @@ class OpenAIRendering:
         if self._shows_progress and piece.prompt_tokens > self._progress.get(piece.index, 0):
             self._progress[piece.index] = piece.prompt_tokens
             progress = {
-                "total": self._prompt_sizes[piece.index * len(self._prompt_sizes) // self._replies],
+                "total": len(self._prepared.prompts[self._prepared.prompt_of(piece.index)]),
                 "cache": piece.cached_tokens,
                 "processed": piece.prompt_tokens,
                 "time_ms": int((time.perf_counter() - self._began) * 1000),
@@ -215,22 +212,26 @@ class OpenAIRendering:
     def _choice_event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": self._counts.usage()} if self._usage_so_far else {}
         last = choice["finish_reason"] is not None and not self._unfinished and not self._include_usage
-        timings = {"timings": self._timings()} if last or (self._timed and self._first) else {}
+        timings = {"timings": self._all_timings()} if last or (self._timed and self._first) else {}
         return event({**self._head, "choices": [choice], **usage, **timings})
 
     def _summary(self) -> dict[str, Any]:
-        return {"usage": self._counts.usage(), "timings": self._timings()}
+        return {"usage": self._counts.usage(), "timings": self._all_timings()}
 
-    def _timings(self) -> dict[str, Any]:
+    def _all_timings(self) -> dict[str, Any]:
+        return self._timings(self._counts.prompt, self._counts.cached, self._counts.generated)
+
+    def _timings(self, prompt: int, cached: int, generated: int) -> dict[str, Any]:
         # As llama.cpp's server has them: Open WebUI and llama-swap show the speed from them.
         now, first = time.perf_counter(), self._first
         if not first:  # a reply that is not streamed
-            first = now if self._figures.ttft is None else self._began + self._figures.ttft
+            ttft = self._prepared.figures.ttft
+            first = now if ttft is None else self._began + ttft
         spans = (
-            ("prompt", self._counts.prompt - self._counts.cached, first - self._began),
-            ("predicted", self._counts.generated, now - first),
+            ("prompt", prompt - cached, first - self._began),
+            ("predicted", generated, now - first),
         )
-        timings: dict[str, Any] = {"cache_n": self._counts.cached}
+        timings: dict[str, Any] = {"cache_n": cached}
         for name, tokens, seconds in spans:
             timings |= {
                 f"{name}_n": tokens,
@@ -250,7 +251,8 @@ class OpenAIRendering:
         yield b"data: [DONE]\n\n"
 
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def logprob_fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """Return a token's text, log-probability and bytes, as they are in all interfaces."""
     # `bytes` because a token may be part of a character, which its text cannot show.
     data = tokenizer.token_bytes(token)
     number = round(logprob, 6) if math.isfinite(logprob) else LEAST_LOGPROB
@@ -261,8 +263,8 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
     """Return `logprobs` of OpenAI's chat."""
     content = [
         {
-            **_token(tokenizer, item.token, item.logprob),
-            "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in item.top],
+            **logprob_fields(tokenizer, item.token, item.logprob),
+            "top_logprobs": [logprob_fields(tokenizer, token, logprob) for token, logprob in item.top],
         }
         for item in logprobs
     ]
@@ -279,10 +281,10 @@ def completion_logprobs(
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for item in logprobs:
         token = item if isinstance(item, int) else item.token
-        entry = _token(tokenizer, token, 0.0 if isinstance(item, int) else item.logprob)
+        entry = logprob_fields(tokenizer, token, 0.0 if isinstance(item, int) else item.logprob)
         likeliest: dict[str, float] = {}
         for top in () if isinstance(item, int) else (*item.top, (token, item.logprob)):
-            other = _token(tokenizer, *top)
+            other = logprob_fields(tokenizer, *top)
             # Several tokens may have the same text: the likeliest stands for all.
             likeliest[other["token"]] = max(other["logprob"], likeliest.get(other["token"], -math.inf))
         lists["tokens"].append(entry["token"])

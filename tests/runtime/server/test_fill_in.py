@@ -143,6 +143,11 @@ def test_a_model_without_marks_is_named(served: Served, path: str, body: dict[st
         ("/v1/completions", {"prompt": [5, 6], "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "suffix": "b", "echo": True}, "suffix"),
         ("/completion", {}, "prompt"),
+        ("/completion", {"prompt": []}, "prompt"),
+        ("/completion", {"prompt": [5, [6]]}, "prompt"),
+        ("/completion", {"prompt": ["a"] * 65}, "prompt"),
+        ("/completion", {"prompt": [["a", 1 << 30]]}, "prompt"),
+        ("/completion", {"prompt": "a", "n_probs": 21}, "n_probs"),
     ],
 )
 def test_a_wrong_request_is_refused_by_field(coding: Served, path: str, body: dict[str, Any], param: str) -> None:
@@ -161,6 +166,40 @@ def test_native_completion_continues_text_and_ids(coding: Served) -> None:
     stop = expected["text"][2:5]
     reply = coding.ask("POST", "/completion", {"prompt": chat, "n_predict": 8, "stop": [stop], **GREEDY}).json
     assert (reply["stop_type"], reply["stopping_word"]) == ("word", stop) and stop not in reply["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_are_continued_in_one_request(coding: Served, stream: bool) -> None:
+    """Each reply is that to its prompt alone, with the fields of llama.cpp; a list with a token id is one prompt."""
+    ids = coding.service.loaded.tokenizer.encode("def add", add_special=False)
+    prompts: list[Any] = ["import os\n", [*ids], ["def ", *ids[-1:], "(x):"]]
+    options = {"n_predict": 6, "n_probs": 2, "return_tokens": True, **GREEDY}
+    alone = [coding.ask("POST", "/completion", {"prompt": [prompt], **options}).json for prompt in prompts]
+    assert alone[2] == {**coding.ask("POST", "/completion", {"prompt": prompts[2], **options}).json, **_times(alone[2])}
+    answer = coding.ask("POST", "/completion", {"prompt": prompts, "stream": stream, **options})
+    if not stream:
+        replies = answer.json
+    else:
+        replies = [reply for reply in answer.events if reply["stop"]]
+        for reply in replies:
+            parts = [part for part in answer.events if part["index"] == reply["index"] and not part["stop"]]
+            for name in ("content", "tokens", "completion_probabilities"):
+                reply[name] = type(parts[0][name])() if name != "content" else ""
+                for part in parts:
+                    reply[name] += part[name]
+    assert sorted(reply["index"] for reply in replies) == [0, 1, 2]
+    for reply in replies:
+        expected = {**alone[reply["index"]], "index": reply["index"], **_times(reply)}
+        expected["generation_settings"]["stream"] = stream
+        assert reply == expected
+        assert len(reply["completion_probabilities"]) == reply["tokens_predicted"] == 6
+        for entry, token in zip(reply["completion_probabilities"], reply["tokens"], strict=True):
+            assert entry["id"] == token and [top["id"] for top in entry["top_logprobs"]][0] == token
+            assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] < 0 and len(entry["top_logprobs"]) == 2
+
+
+def _times(reply: dict[str, Any]) -> dict[str, Any]:
+    return {"timings": reply["timings"]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
