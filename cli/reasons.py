@@ -123,7 +123,7 @@ REASONS: Mapping[str, str] = {
     "columns-layout": "supports contiguous tensors on the CPU with at most {most} columns, not {columns}",
     # passes: the native CPU pass
     "cache-dtype": "does not read a KV cache of {dtype}",
-    "many-rows": "passes of more than {most} rows are not faster in one call ({rows} rows)",
+    "many-rows": "takes at most {most} tokens in a call; {rows} are as fast layer by layer",
     "host-random-numbers": "sampled tokens need the random numbers of the host",
     "runs-known-by-host": "supports only the runs of a captured pass",
     "host-sampling": "computes logits; tokens are sampled on the host",

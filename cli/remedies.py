@@ -114,6 +114,7 @@ REMEDIES: Mapping[str, str] = {
     "search-hub": "search the hub: mycli search {words}; mycli list shows the models on this machine",
     "hub-candidates": "on the hub: {candidates} (download with mycli pull NAME); mycli search {words} finds more",
     "finish-quantizing": "repeat the mycli quantize command to continue it, or delete it: mycli rm {model}.work",
+    "finish-quantizing-folder": "repeat the mycli quantize command to continue it, or delete it: rm -r {folder}",
     "remove-model": "remove it and quantize it again: mycli rm {model}",
     "fetch-anyway": "mycli cannot run it; --force downloads it for use in another program",
     "list-models": "mycli list shows the models on this machine",

@@ -123,8 +123,9 @@ def _find(model: str, offline: bool) -> Source:
         if model in store.model_folders():
             folder = store.data_dir() / "models" / model
             raise ModelError(f"{model} is damaged: {folder} has no config.json", code="remove-model")
-        if (store.data_dir() / "models" / f".{model}.work").is_dir():
+        if _work_folder(store.data_dir() / "models" / model).is_dir():
             raise NotFoundError(f"{model}: its quantization is not finished", code="finish-quantizing")
+        _require_finished(model)
         suggestions = suggest_models(model)
         raise NotFoundError(
             f"{model}: no model of that name here{_did_you_mean(model)}",
@@ -133,6 +134,17 @@ def _find(model: str, offline: bool) -> Source:
         )
     except OSError as error:  # a name too long for the file system, or a folder without read permission
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
+
+
+def _work_folder(target: Path) -> Path:
+    return target.with_name(f".{target.name}.work")
+
+
+def _require_finished(model: str) -> None:
+    folder = _work_folder(expand_user(model))
+    if folder.is_dir():
+        code, data = "finish-quantizing-folder", {"folder": shlex.quote(str(folder))}
+        raise NotFoundError(f"{model}: its quantization is not finished", code=code, data=data)
 
 
 def named_file(model: str) -> str:
@@ -172,6 +184,7 @@ def _resolve_path(model: str) -> Source:
     if folder.exists() and not folder.is_dir():  # a device or a pipe
         raise ModelError(f"{model}: neither a folder nor a regular file", code="list-models")
     if not folder.is_dir():
+        _require_finished(model)
         raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
     if (folder / "config.json").exists():
         return Source(model, folder)

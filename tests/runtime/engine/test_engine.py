@@ -16,7 +16,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.request_state import RequestState
-from mycli.runtime.engine.sequence import Request, SequenceOutput
+from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.grammars.state import ReplyLimits
@@ -219,6 +219,17 @@ def test_waiting_ends_at_the_deadline(pico: ModelRunner) -> None:
     now[0] = 2.0
     assert [one.finish_reason for one in engine.step() if one.sequence == 1] == ["deadline"]
     assert drain(engine)[0][-1].finish_reason == "length"
+
+
+def test_a_resumed_reply_that_waits_too_long_ends_without_a_new_token(pico: ModelRunner) -> None:
+    now = [0.0]
+    engine = Engine(pico, CacheShape.contiguous(64), 4096, clock=lambda: now[0])
+    submitted(engine, MIXED[0])
+    engine.step()
+    number = engine.submit(Request(tuple(PROMPT), limit=30, deadline=2.0, start=ReplyStart(0, (5, 6), numbers=2)))
+    now[0] = 2.0
+    (ended,) = [output for output in engine.step() if output.sequence == number]
+    assert (ended.finish_reason, ended.tokens) == ("deadline", ())
 
 
 def test_a_preempted_reply_ends_at_the_deadline_with_the_tokens_it_has(pico: ModelRunner) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,15 @@ def test_a_model_whose_quantization_was_interrupted_is_named_as_that() -> None:
     error = failure("tiny-gptq-int4-g128")
     assert error.message == "tiny-gptq-int4-g128: its quantization is not finished"
     assert error.exit_code == ExitCode.NOT_FOUND and error.code == "finish-quantizing"
+
+
+@pytest.mark.parametrize("name", ["my copy", "./my copy", "deep/er/copy.gguf"])
+def test_a_folder_or_file_whose_quantization_was_interrupted_is_named_as_that(name: str) -> None:
+    work = Path(name).with_name(f".{Path(name).name}.work")
+    work.mkdir(parents=True)
+    error = failure(name)
+    assert error.message == f"{name}: its quantization is not finished"
+    assert (error.code, error.data) == ("finish-quantizing-folder", {"folder": shlex.quote(str(work))})
 
 
 def test_offline_partial_snapshot_lists_what_is_missing() -> None:
