@@ -13,6 +13,7 @@ from mycli.cli.commands import spec_verify
 from mycli.cli.main import main, reorder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.diagnostics import speculation_benchmark
 from mycli.runtime.diagnostics.prompts import prompts
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, measure_speculation, textbook
 from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
@@ -20,7 +21,7 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS
+from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS, draft_lengths
 from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.proposers import DraftModel, Proposer
 from tests.support.command_line import Mycli
@@ -158,8 +159,15 @@ def test_compare_measures_both_ways(loaded: LoadedModel, draft: LoadedModel) -> 
     assert all(one.acceptance > 0.5 and 1 < one.found <= 1 + one.drafted for one in found.lengths)
 
 
-def test_bench_says_whether_it_pays(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mycli.runtime.diagnostics.speculation_benchmark.SIMULATED_PASSES", 20)
+@pytest.fixture
+def few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure two draft lengths, not all that an engine chooses from, which takes seconds."""
+    monkeypatch.setattr(speculation_benchmark, "SIMULATED_PASSES", 20)
+    monkeypatch.setattr(speculation_benchmark, "draft_lengths", lambda *costs: draft_lengths(*costs)[:2])
+
+
+@pytest.mark.usefixtures("few_lengths")
+def test_bench_says_whether_it_pays(mycli: Mycli) -> None:
     done = mycli("bench", "draft", "pico", "pico-draft", "-n", "6", "-r", "1", "--json", *CPU)
     answer = json.loads(done.stdout)
     assert [row["text"] for row in answer["results"]] == ["chat", "stories", "book", "repetitive"]
@@ -172,10 +180,8 @@ def test_bench_says_whether_it_pays(mycli: Mycli, monkeypatch: pytest.MonkeyPatc
     assert mycli("bench", "draft", "pico", "ngram", "-o", "csv", *CPU).returncode == 2
 
 
-def test_bench_leaves_out_texts_whose_replies_end_at_once(
-    mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mycli.runtime.diagnostics.speculation_benchmark.SIMULATED_PASSES", 20)
+@pytest.mark.usefixtures("few_lengths")
+def test_bench_leaves_out_texts_whose_replies_end_at_once(mycli: Mycli, tmp_path: Path) -> None:
     folder = tmp_path / "ends"
     shutil.copytree(PICO, folder)
     first = {"chat": [342, 43, 1033], "stories": [1114, 1076, 35], "book": [400, 981, 675], "repetitive": [24, 15]}
