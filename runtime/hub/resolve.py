@@ -143,8 +143,11 @@ def _work_folder(target: Path) -> Path:
 def _require_finished(model: str) -> None:
     folder = _work_folder(expand_user(model))
     if folder.is_dir():
-        code, data = "finish-quantizing-folder", {"folder": shlex.quote(str(folder))}
-        raise NotFoundError(f"{model}: its quantization is not finished", code=code, data=data)
+        raise NotFoundError(
+            f"{model}: its quantization is not finished",
+            code="finish-quantizing-folder",
+            data={"folder": shlex.quote(str(folder))},
+        )
 
 
 def named_file(model: str) -> str:
