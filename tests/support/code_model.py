@@ -131,7 +131,9 @@ def train(model: LlamaForCausalLM, tokens: Tensor, held_out: Tensor, steps: int,
         if (step + 1) % 10 == 0:
             states = [optimizer.state_dict() for optimizer, _ in optimizers]
             state = {"step": step + 1, "model": model.state_dict(), "generator": generator.get_state()}
-            torch.save({**state, "optimizers": states}, saved)
+            written = saved.with_name(f"{saved.name}.part")
+            torch.save({**state, "optimizers": states}, written)
+            written.replace(saved)
         if (step + 1) % 50 == 0 or step + 1 == steps:
             with torch.no_grad():
                 found = sum(float(_loss(model, part)) for part in unseen.split(4)) / 4

@@ -196,8 +196,10 @@ class Architecture:
                 )
             names = (name, *self._more_names(stored, name))
             if _EXPERT not in name:
+                # Tensors of one layer that are joined by rows are split as a stack of one.
                 stacked = self._rule(stored).stored_shape is not None
-                parts = entry.split([stored] * len(names)) if stacked else _split_rows(entry, len(names))
+                whole = entry if stacked else replace(entry, shape=(1, *entry.shape))
+                parts = whole.split([stored] * len(names)) if len(names) > 1 else [entry]
                 yield from zip(names, parts, strict=len(parts) == len(names))
                 continue
             experts = model.integer(self._rule(stored).count_key, 0, high=_MAX_EXPERTS)
@@ -392,13 +394,3 @@ class Architecture:
             **({} if images is None else self.write_multimodal(config, images)),
         }
         return {f"{self.name}.{name}": value for name, value in keys.items()}
-
-
-def _split_rows(entry: TensorEntry, count: int) -> list[TensorEntry]:
-    """Split a tensor into `count` with the same number of rows; the tensor itself if it has another number of rows."""
-    rows, nbytes = entry.shape[0], entry.nbytes // count
-    if rows % count:
-        return [entry]
-    shape = (rows // count, *entry.shape[1:])
-    places = (entry.offset + index * nbytes for index in range(count))
-    return [replace(entry, shape=shape, offset=offset, nbytes=nbytes) for offset in places]
