@@ -86,6 +86,18 @@ template <class Path> struct Attending {
         }
     }
 
+    // Prefetches the keys and values of a task of the first step, if there is one, to the L2 cache.
+    void prefetch(const Round& round, int64_t task) const {
+        if (task >= round.tasks[0]) return;
+        const Share& share = round.of(task, 0);
+        const Chunk chunk(a, share.rows, (share.rows.first_chunk(a) + task - share.first[0]) * CHUNK);
+        for (int64_t p = chunk.oldest; p < chunk.count; p++)
+            for (const void* data : {a.keys, a.values}) {
+                const char* vector = static_cast<const char*>(data) + chunk.at[p] * vector_bytes(a);
+                for (int64_t i = 0; i < vector_bytes(a); i += 64) __builtin_prefetch(vector + i, 0, 2);
+            }
+    }
+
     // The sums of one chunk for all rows, to `to`; empty sums for rows that see none of it. If it is the only chunk, the final
     // result.
     void few_chunk(const Rows& rows, int64_t index, const Room& room, float* to) const {
@@ -159,6 +171,7 @@ template <class Path> struct Attending {
                 const Share& share = round.of(i, 0);
                 const int64_t index = i - share.first[0];
                 float* at = memory + share.memory;
+                prefetch(round, i + threads);  // blocks lie apart, and products would wait for each
                 if (few) few_chunk(share.rows, index, place, at + index * share.rows.count * row_size);
                 else pack_chunk(share.rows, index, at + index * packed_size());
             }

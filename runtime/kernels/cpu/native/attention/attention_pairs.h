@@ -91,22 +91,26 @@ template <typename T> struct PairPath : FloatPath<T> {
     static void pack_words(const Attention& a, const Chunk& chunk, int64_t first, int64_t columns, float* panel) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a stored word; of a vector of words
         for (int64_t p = first; p < first + columns * WIDE; p += WIDE) {
-            const T* keys[WIDE];
-            for (int i = 0; i < WIDE; i++) keys[i] = key_vector<T>(a, chunk.at[p + i]);
+            const bool run = chunk.is_run(a, p, WIDE);
+            const T* const keys = key_vector<T>(a, chunk.at[p]);
             for (int64_t d = 0; d < a.head_dim; d += STEP) {
                 const int64_t count = std::min<int64_t>(WIDE, (a.head_dim - d) / EACH);
+                float* const to = panel + d / 2 * PANEL + p - first;
                 Wide v[WIDE];
-                if (count == WIDE && p + WIDE <= chunk.count) {
+                if (run && count == WIDE) {  // without 16 addresses, which registers do not hold
 #pragma GCC unroll 16
-                    for (int i = 0; i < WIDE; i++) v[i] = wide(reinterpret_cast<const float*>(keys[i] + d));
+                    for (int i = 0; i < WIDE; i++) v[i] = wide(reinterpret_cast<const float*>(keys + i * a.head_dim + d));
+                    transpose(v);
+#pragma GCC unroll 16
+                    for (int i = 0; i < WIDE; i++) store_word(v[i], to + i * HALVES * PANEL);
                 } else {
                     for (int i = 0; i < WIDE; i++) {
                         v[i] = Wide{};
-                        if (p + i < chunk.count) memcpy(&v[i], keys[i] + d, size_t(count) * 4);
+                        if (p + i < chunk.count) memcpy(&v[i], key_vector<T>(a, chunk.at[p + i]) + d, size_t(count) * 4);
                     }
+                    transpose(v);
+                    for (int i = 0; i < count; i++) store_word(v[i], to + i * HALVES * PANEL);
                 }
-                transpose(v);
-                store_words(v, count, panel + d / 2 * PANEL + p - first);
             }
         }
     }
@@ -122,15 +126,13 @@ template <typename T> struct PairPath : FloatPath<T> {
   private:
     // (first, second) of each lane as bf16; both are exact.
     static Wide pair_of(Wide first, Wide second) { return (Wide)((WideBits)first >> 16 | ((WideBits)second & 0xffff0000)); }
-    static void store_words(const Wide (&v)[WIDE], int64_t count, float* to) {
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDE; i++) {
-            if (i >= count) return;
-            if constexpr (!CODES) put(to + i * PANEL, v[i]);
-            else
-                for (int64_t half = 0; half < 2; half++)
-                    put(to + (2 * i + half) * PANEL, pair_of(Base::value_of(v[i], 2 * half), Base::value_of(v[i], 2 * half + 1)));
-        }
+    static constexpr int64_t HALVES = CODES ? 2 : 1;  // words of two values in a stored word
+    // A stored word of each lane as words of two values.
+    static void store_word(Wide v, float* to) {
+        if constexpr (!CODES) put(to, v);
+        else
+            for (int64_t half = 0; half < 2; half++)
+                put(to + half * PANEL, pair_of(Base::value_of(v, 2 * half), Base::value_of(v, 2 * half + 1)));
     }
     // The values of the positions of pair p, those in [from, to), from dimension d.
     static Wide pair_at(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, int64_t p, int64_t d) {

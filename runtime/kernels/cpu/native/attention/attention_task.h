@@ -67,6 +67,16 @@ template <typename T> inline auto vector_of(const Attention& a, const void* data
 template <typename T> inline auto key_vector(const Attention& a, int64_t at) { return vector_of<T>(a, a.keys, a.key_scales, at); }
 template <typename T> inline auto value_vector(const Attention& a, int64_t at) { return vector_of<T>(a, a.values, a.value_scales, at); }
 
+// Bytes of a key or of a value.
+inline int64_t vector_bytes(const Attention& a) {
+    switch (a.cache_type) {
+        case CACHE_F32: return a.head_dim * 4;
+        case CACHE_BF16: return a.head_dim * 2;
+        case CACHE_INT8: return a.head_dim;
+        default: return a.head_dim / 2;
+    }
+}
+
 constexpr int64_t CHUNK = 256;  // positions
 constexpr float LOG2E = 1.44269504f;
 

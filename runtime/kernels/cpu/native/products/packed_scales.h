@@ -30,8 +30,7 @@ constexpr int64_t BYTE_SEGMENT = 32;  // inputs that share the unit of 8-bit act
 template <int B> constexpr int LEVELS = B == 4 || B == 5 ? 32 : B == 2 || B == 3 || B == 6 ? 16 : 0;
 
 inline Cut cut_of(const Weight& w) {
-    int64_t segment = SPAN;
-    while (w.group % segment) segment /= 2;
+    const int64_t segment = std::min(SPAN, w.group & -w.group);  // the largest power of two, up to SPAN, that divides the group
     if (!w.factors) return {segment, segment, 0};
     // Integer scales are below 64 with offsets, else at least -128. Times codes that is 2^9 at most, but 2^10 with 5 bits and
     // 2^12 with 6; a span of 15-bit activations may have 2^16.
