@@ -10,6 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mycli.runtime.sampling.grammars.dialects import (
+    DEFINITIONS,
+    JSON_TYPES,
+    MERGED_LISTS,
+    PROPERTY_COUNTS,
+    SCHEMA_LISTS,
+    SCHEMA_MAPS,
+    normalize_schema,
+)
 from mycli.runtime.sampling.grammars.patterns import rust_pattern
 from mycli.runtime.sampling.grammars.references import References, quoted
 
@@ -23,14 +32,10 @@ LARGEST_INTEGER = (1 << 53) - 1
 _BOUNDS = frozenset(
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const", "$ref")
 )
-_MERGED_LISTS = ("allOf", "anyOf", "oneOf")
-_LISTS = (*_MERGED_LISTS, "prefixItems", "items")
-_MAPS = ("properties", "patternProperties")
-_DEFINITIONS = ("$defs", "definitions")
 _CHILDREN = ("items", "additionalItems", "additionalProperties")
 _ANNOTATIONS = frozenset(
     ("$schema", "$id", "id", "$comment", "$anchor", "title", "description", "default", "examples", "deprecated")
-    + ("readOnly", "writeOnly", "contentMediaType", "contentEncoding", *_DEFINITIONS)
+    + ("readOnly", "writeOnly", "contentMediaType", "contentEncoding", *DEFINITIONS)
 )
 # Known to JSON Schema and not to the compiler. Without them a reply may break the schema, but has its shape.
 UNSUPPORTED = frozenset(
@@ -55,9 +60,7 @@ _LARGEST_BOUNDS = 1024 - (1 << 63), (1 << 63) - 1
 _LARGEST_NUMBER = 10**18
 _ANY_NUMBER = 1.7e308
 _LARGEST_LENGTH = (1 << 31) - 1
-_COUNTS = ("minProperties", "maxProperties")
 _LEFT_OUT = object()
-_DATA = ("enum", "const", "default", "examples")  # what they hold is no schema
 _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
 
 
@@ -76,7 +79,7 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
 
     Raises ValueError that names the path of a part which is too large or not supported, RecursionError.
     """
-    schema = _set_keywords(schema)
+    schema = normalize_schema(schema)
     cost = _Cost(schema)
     nodes = cost.total()
     rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema), References(schema))
@@ -85,7 +88,7 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
 
 def count_values(schema: Any) -> int | None:
     """Return the number of scalar values in an object of `schema`; None if it does not bound them."""
-    if not isinstance(schema, Mapping) or any(key in schema for key in ("$ref", "not", *_MERGED_LISTS)):
+    if not isinstance(schema, Mapping) or any(key in schema for key in ("$ref", "not", *MERGED_LISTS)):
         return None
     if (
         "enum" in schema
@@ -98,22 +101,6 @@ def count_values(schema: Any) -> int | None:
         return None
     counts = [count_values(value) for value in properties.values()]
     return sum(count for count in counts if count is not None) if None not in counts else None
-
-
-def _set_keywords(node: Any, names: bool = False) -> Any:
-    """Return a schema without its null keywords; names: the keys of `node` are names of properties or definitions.
-
-    Null is the value of no keyword but `const` and annotations: Go and others write it for a field that is not set.
-    """
-    if isinstance(node, list):
-        return [_set_keywords(part) for part in node]
-    if not isinstance(node, Mapping):
-        return node
-    return {
-        key: value if key in _DATA and not names else _set_keywords(value, key in (*_MAPS, *_DEFINITIONS) and not names)
-        for key, value in node.items()
-        if names or value is not None or key == "const"
-    }
 
 
 def _asserts(node: Mapping[str, Any]) -> int:
@@ -154,9 +141,9 @@ class _Cost:
         alternatives, nodes = 1, 1
         for key, value in node.items():
             place = f"{path}/{key}"
-            if key in (*_MAPS, *_DEFINITIONS) and isinstance(value, Mapping):
+            if key in (*SCHEMA_MAPS, *DEFINITIONS) and isinstance(value, Mapping):
                 nodes += sum(self._weigh(part, f"{place}/{name}", False)[1] for name, part in value.items())
-            elif key in _MERGED_LISTS and isinstance(value, list):
+            elif key in MERGED_LISTS and isinstance(value, list):
                 parts = [
                     self._weigh(part, f"{place}/{index}", merged or key == "allOf") for index, part in enumerate(value)
                 ]
@@ -172,7 +159,7 @@ class _Cost:
                 alternatives, nodes = _merge((alternatives, nodes), part)
             elif key == "enum" and isinstance(value, list):
                 alternatives, nodes = _merge((alternatives, nodes), (1, len(value)))
-            elif isinstance(value, list) and key in _LISTS:
+            elif isinstance(value, list) and key in SCHEMA_LISTS:
                 nodes += sum(self._weigh(part, f"{place}/{index}", False)[1] for index, part in enumerate(value))
             elif key in _CHILDREN:
                 nodes += self._weigh(value, place, False)[1]
@@ -230,12 +217,12 @@ class _Rewriter:
         result: dict[str, Any] = {}
         for key, value in node.items():
             place = f"{path}/{key}"
-            if key in _DEFINITIONS and isinstance(value, Mapping):
+            if key in DEFINITIONS and isinstance(value, Mapping):
                 result[key] = {name: self._node(part, f"{place}/{name}", False) for name, part in value.items()}
-            elif key in _MAPS and isinstance(value, Mapping):
+            elif key in SCHEMA_MAPS and isinstance(value, Mapping):
                 parts = {name: self._node(part, f"{place}/{name}", merged) for name, part in value.items()}
                 result[key] = parts if key == "properties" else _rust_keys(parts, place)
-            elif key in _LISTS and isinstance(value, list):
+            elif key in SCHEMA_LISTS and isinstance(value, list):
                 inner = merged if key in ("prefixItems", "items") else combined or (key == "allOf" and len(value) > 1)
                 result[key] = [self._node(part, f"{place}/{index}", inner) for index, part in enumerate(value)]
             elif key in _CHILDREN:
@@ -249,7 +236,7 @@ class _Rewriter:
             if node.get("type") == "integer" and not _BOUNDS.intersection(result):
                 result |= {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
         if not merged and not _countable(result):
-            for key in [key for key in _COUNTS if key in result]:
+            for key in [key for key in PROPERTY_COUNTS if key in result]:
                 del result[key]
                 self._refuse(f"{path}/{key}", "is not supported where properties are optional")
         return result
@@ -301,7 +288,7 @@ class _Rewriter:
             names |= dict.fromkeys(properties)
         if isinstance(required := node.get("required"), list):
             names |= dict.fromkeys(name for name in required if isinstance(name, str))
-        parts: Sequence[Any] = [part for key in _MERGED_LISTS if isinstance(node.get(key), list) for part in node[key]]
+        parts: Sequence[Any] = [part for key in MERGED_LISTS if isinstance(node.get(key), list) for part in node[key]]
         reference = node.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
@@ -349,6 +336,10 @@ def _readable(node: Mapping[str, Any], key: str, value: Any) -> Any:
         if value in _NEUTRAL.get(key, ()):
             return _LEFT_OUT
         raise ValueError("this keyword is not supported")
+    if key == "type":
+        for kind in _types(node):
+            if isinstance(kind, str) and kind not in JSON_TYPES:
+                raise ValueError(f"type {kind!r:.60} is not supported")
     if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         return _bound(node, key, value)
     if key == "maxLength" and isinstance(value, int) and value > _LARGEST_LENGTH:
@@ -359,7 +350,7 @@ def _readable(node: Mapping[str, Any], key: str, value: Any) -> Any:
         dialect = _DIALECT.fullmatch(value)
         return f"http{'' if dialect[2][0] == '-' else 's'}{dialect[1]}{dialect[2]}/schema" if dialect else _LEFT_OUT
     if key == "format":
-        if (types := _types(node)) and "string" not in types:
+        if not value or ((types := _types(node)) and "string" not in types):
             return _LEFT_OUT  # such as OpenAPI's int32
         if value in ("time", "date-time") and re.fullmatch(r"\^.*\$", str(node.get("pattern"))):
             return _LEFT_OUT  # zod writes them for times without a time zone or seconds, which only its pattern shows

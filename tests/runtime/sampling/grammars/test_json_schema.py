@@ -86,6 +86,46 @@ def test_f9_formats_and_patterns_that_are_not_regular(entry: dict[str, str]) -> 
         prepare({"type": "string", **entry}, True, True)
 
 
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ({"type": "ARRAY", "items": {"type": "STRING"}, "minItems": "1"}, ("array", {"type": "string"}, 1)),
+        ({"type": "list", "items": {"type": ""}, "minItems": 2.0}, ("array", {}, 2)),
+        ({"type": ["ARRAY", "NULL"], "items": {"type": "any"}, "minItems": 0}, (["array", "null"], {}, 0)),
+    ],
+    ids=["gemini", "python", "list"],
+)
+def test_types_and_lengths_of_other_dialects(written: dict[str, Any], read: tuple[Any, ...]) -> None:
+    prepared = prepare(written, strict=True, closed=True)
+    assert (prepared.schema["type"], prepared.schema["items"], prepared.schema["minItems"]) == read
+
+
+def test_an_unknown_type_is_left_out_or_refused() -> None:
+    assert prepare({"type": "date"}, strict=False, closed=True).loosened == ("#/type",)
+    with pytest.raises(ValueError, match="#/type: type 'date' is not supported"):
+        prepare({"type": ["string", "date"]}, strict=True, closed=True)
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ({"properties": []}, {}),
+        ({"required": {}}, {}),
+        ({"required": True}, {}),
+        ({"required": ""}, {}),
+        ({"format": ""}, {}),
+        ({"anyOf": [None]}, {"anyOf": [True]}),
+        (
+            {"properties": {"a": None}, "required": ["a"]},
+            {"properties": {"a": True}, "required": ["a"], "additionalProperties": False},
+        ),
+    ],
+)
+def test_parts_that_state_nothing(written: dict[str, Any], read: dict[str, Any]) -> None:
+    prepared = prepare(written, strict=True, closed=True)
+    assert (prepared.schema, prepared.loosened) == (read, ())
+
+
 def test_a_property_may_be_called_like_a_keyword() -> None:
     schema = {"type": "object", "properties": {"not": {"type": "string"}, "if": {"type": "string"}}}
     assert prepare(schema, strict=True, closed=False).schema == schema

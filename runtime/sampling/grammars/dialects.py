@@ -1,0 +1,72 @@
+"""Rewrites a schema as clients write it to the words of JSON Schema: types, lengths, parts that state nothing."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MERGED_LISTS = ("allOf", "anyOf", "oneOf")
+SCHEMA_LISTS = (*MERGED_LISTS, "prefixItems", "items")
+SCHEMA_MAPS = ("properties", "patternProperties")
+DEFINITIONS = ("$defs", "definitions")
+PROPERTY_COUNTS = ("minProperties", "maxProperties")
+JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
+_DATA = ("enum", "const", "default", "examples")  # what they hold is no schema
+# Types in Python's words, as tools of benchmarks and agents have them.
+_PYTHON_TYPES = dict(
+    str="string", float="number", int="integer", bool="boolean", list="array", tuple="array", dict="object"
+)
+_ANY_TYPES = ("", "any", "type_unspecified")  # the last one is Gemini's
+_LENGTHS = ("minItems", "maxItems", "minLength", "maxLength", *PROPERTY_COUNTS)
+_DIGITS = re.compile(r"[0-9]{1,18}")
+
+
+def normalize_schema(node: Any) -> Any:
+    """Return a schema in which what clients write in other ways is written as in JSON Schema.
+
+    Null is the value of no keyword but `const` and annotations: Go and others write it for a field that is not set. PHP
+    and Lua write an empty object as a list, or the reverse. Gemini has types in capitals and numbers in strings.
+    """
+    if not isinstance(node, Mapping):
+        return node
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        if key in (*SCHEMA_MAPS, *DEFINITIONS) and isinstance(value, Mapping):
+            result[key] = {name: _part(part) for name, part in value.items()}
+        elif key in SCHEMA_LISTS and isinstance(value, list):
+            result[key] = [_part(part) for part in value]
+        elif key == "type":
+            kinds = [_type(kind) for kind in value] if isinstance(value, list) else _type(value)
+            result |= {} if kinds is None or (isinstance(kinds, list) and None in kinds) else {key: kinds}
+        elif key in _LENGTHS:
+            result |= {} if value is None else {key: _whole(value)}
+        elif not _states_nothing(key, value):
+            result[key] = value if key in _DATA else normalize_schema(value)
+    return result
+
+
+def _part(schema: Any) -> Any:
+    return True if schema is None else normalize_schema(schema)
+
+
+def _type(kind: Any) -> Any:
+    # None: any type.
+    if not isinstance(kind, str) or kind in JSON_TYPES:
+        return kind
+    lower = kind.lower()
+    if lower in _ANY_TYPES:
+        return None
+    return lower if lower in JSON_TYPES else _PYTHON_TYPES.get(lower, kind)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, str) and _DIGITS.fullmatch(value):
+        return int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _states_nothing(key: str, value: Any) -> bool:
+    if value is None:
+        return key != "const"
+    if key == "required":  # a boolean in a property is of the third draft
+        return isinstance(value, bool) or (not isinstance(value, list) and not value)
+    return key in (*SCHEMA_MAPS, *DEFINITIONS) and value == []
