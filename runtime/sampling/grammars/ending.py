@@ -79,10 +79,10 @@ class SymbolTable:
 class Ending:
     """The ending of one reply. tokens: including the end token; None if no ending was found."""
 
-    def __init__(self, parser: Any, table: SymbolTable, closings: Sequence[Symbols] = ()) -> None:
-        """`closings`: texts that end a part of the grammar, such as the closing tag of reasoning."""
+    def __init__(self, parser: Any, table: SymbolTable, closing: Symbols = (), inside: bool = False) -> None:
+        """closing: the tag that ends reasoning; inside: the reply begins in it."""
         self._parser, self._table = parser, table
-        self._closings = [(symbols, table.tokens(symbols)) for symbols in closings]
+        self._closing, self._inside = (closing, table.tokens(closing)), inside
         self._symbols: Symbols = ()  # of `tokens` without the end token
         self.tokens: list[int] | None = None
         self._missed, self._retry = 0, _RETRY_TOKENS  # tokens since a search that found nothing, and until the next
@@ -110,11 +110,14 @@ class Ending:
         """Return whether `other` ends with all of this ending, so that the tokens between brought it no nearer."""
         return other._symbols[len(other._symbols) - len(self._symbols) :] == self._symbols
 
-    def advance(self, token: int) -> None:
-        """Update the ending after the parser consumed `token`."""
+    def advance(self, token: int, inside: bool = False) -> None:
+        """Update the ending after the parser consumed `token`; inside: the reply is in its reasoning then."""
+        crossed, self._inside = inside != self._inside, inside
         if self.tokens is None:
             self._missed += 1
-            if self._missed == self._retry:
+            if crossed:
+                self._search(_LATER_TRIES)
+            elif self._missed == self._retry:
                 self._missed, self._retry = 0, 2 * self._retry
                 self._search(_LATER_TRIES)
             return
@@ -133,7 +136,8 @@ class Ending:
 
     def _search(self, tries: int) -> None:
         # A quote ends a string where one is open and else begins one, so it is preferred once, and once not.
-        search = _Search(self._parser, self._table, self._closings, self.tokens or [], self._symbols)
+        closing = self._closing if self._inside else ((), [])
+        search = _Search(self._parser, self._table, closing, self.tokens or [], self._symbols)
         quoted = search.run(_CLOSING, tries)
         other = search.run(_CLOSING[1:] + _CLOSING[:1], tries if quoted is None else min(2 * len(quoted), tries))
         paths = [self._rest()] if quoted is None and other is None else [quoted, other]
@@ -155,11 +159,11 @@ class _Search:
         self,
         parser: Any,
         table: SymbolTable,
-        closings: Sequence[tuple[Symbols, list[int]]],
+        closing: tuple[Symbols, list[int]],
         tail: list[int],
         end: Symbols,
     ) -> None:
-        self._start, self._table, self._closings = parser, table, closings
+        self._start, self._table, self._closing = parser, table, closing
         self._tail, self._tail_symbols = tail[:-1], end
 
     def run(self, closing: bytes, tries: int) -> Symbols | None:
@@ -172,7 +176,8 @@ class _Search:
                 return tuple(path)
             if self._tail and _completes(parser, self._tail):
                 return (*path, *self._tail_symbols)
-            if step := self._forced(parser) or self._closed(parser):
+            # The tag only at the start: a string of the answer may have it as text, any number of times.
+            if step := self._forced(parser) or (() if path else self._closed(parser)):
                 path += step
                 order, left = fresh, left - len(step)
                 continue
@@ -193,10 +198,10 @@ class _Search:
         return symbols if tokens and parser.try_consume_tokens(tokens) == len(tokens) else ()
 
     def _closed(self, parser: Any) -> Symbols:
-        for symbols, tokens in self._closings:
-            if parser.validate_tokens(tokens) == len(tokens):
-                parser.try_consume_tokens(tokens)
-                return symbols
+        symbols, tokens = self._closing
+        if tokens and parser.validate_tokens(tokens) == len(tokens):
+            parser.try_consume_tokens(tokens)
+            return symbols
         return ()
 
 

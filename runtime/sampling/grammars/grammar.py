@@ -322,8 +322,9 @@ class Grammar:
                 cause = "nothing can match"
             message = f"{self.kind}: {cause:.300}"
             raise UsageError(message, "use a simpler one, or one that can match")
-        closings = [] if self._reasoning is None else [self._reasoning.close]
-        self._ending = Ending(start.deep_copy(), self._symbols, closings)
+        tags = self._reasoning
+        closing, opened = ((), False) if tags is None else (tags.close, tags.opened)
+        self._ending = Ending(start.deep_copy(), self._symbols, closing, opened)
         self._start = start
 
     @classmethod

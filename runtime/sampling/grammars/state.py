@@ -74,11 +74,19 @@ class _Thought:
         if self.inside:
             self._count += 1
             self._looping = self._looping or self._loops.add(token)
+        inside, recent = self._after(symbols)
+        if inside != self.inside:
+            self.inside, self._over, recent = inside, self.inside, ()
+        self._recent = recent
+
+    def inside_after(self, symbols: Symbols) -> bool:
+        """Return whether the reply is inside its reasoning after `symbols` more."""
+        return not self._over and self._after(symbols)[0]
+
+    def _after(self, symbols: Symbols) -> tuple[bool, Symbols]:
         tag = self._tags.close if self.inside else self._tags.open
         recent = (*self._recent[1 - len(tag) or len(self._recent) :], *symbols)
-        if _contains(recent, tag):
-            self.inside, self._over, recent = not self.inside, self.inside, ()
-        self._recent = recent
+        return self.inside != _contains(recent, tag), recent
 
     def must_close(self, token_seconds: float, ending: int) -> bool:
         if not self.inside:
@@ -222,7 +230,10 @@ class GrammarState:
     def _consume(self, token: int) -> None:
         if not self._parser.consume_token(token):
             raise self._limit()
-        self._ending.advance(token)
+        self._ending.advance(token, self._inside_after(token))
+
+    def _inside_after(self, token: int) -> bool:
+        return self._thought is not None and self._thought.inside_after(self._table.symbols(token))
 
     def _limit(self) -> UsageError:
         # An allowed token cannot fail for another reason.
@@ -261,7 +272,7 @@ class GrammarState:
         ending = self._ending.copy(branch)
         if not branch.consume_token(token):
             return False
-        ending.advance(token)
+        ending.advance(token, self._inside_after(token))
         return ending.tokens is not None and len(ending.tokens) <= self._room() and not self._ending.follows(ending)
 
     def _must_close_reasoning(self) -> bool:

@@ -127,6 +127,17 @@ def test_the_server_may_set_a_budget(looping: Served) -> None:
         service.settings = before
 
 
+@pytest.mark.parametrize("limit", [32, 100])
+def test_a_schema_with_texts_leaves_an_answer_too(looping: Served, limit: int) -> None:
+    """As langchain-ollama sends one, with a limit that the reasoning would use up."""
+    texts = {"name": {"type": "string"}, "size": {"type": "integer"}}
+    schema = {"type": "object", "properties": texts, "required": ["name", "size"]}
+    options = {"num_predict": limit, "temperature": 0}
+    body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "format": schema, "options": options}
+    message = looping.ask("POST", "/api/chat", {**body, "stream": False}).json["message"]
+    assert json.loads(message["content"]).keys() == {"name", "size"} and "on" in message["thinking"]
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "text": {},
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},

@@ -255,6 +255,16 @@ def test_reasoning_leaves_tokens_to_the_answer(pico: Tokenizer, budget: int | No
     assert not most or thought
 
 
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "may-open"])
+def test_the_tag_that_ends_reasoning_is_no_text_of_the_answer(pico: Tokenizer, opened: bool) -> None:
+    compiler = GrammarCompiler(pico, frozenset(pico.eos))
+    prelude = Prelude("<think>", "</think>", opened=opened)
+    grammar = compiler.schema(json.dumps(SCHEMAS["person"]), "s.json", prelude)
+    ids = draw(pico, grammar, ReplyLimits(80), dislike='"<')
+    answer = pico.decode(ids[:-1]).rpartition("</think>")[2]
+    assert json.loads(answer).keys() == {"name", "age"} and "<" not in answer
+
+
 def test_reasoning_ends_with_several_control_tokens(tmp_path: Path) -> None:
     names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     tokens = [added(256, "<end>", special=True), *(added(257 + at, name) for at, name in enumerate(names))]
