@@ -30,7 +30,7 @@ from mycli.runtime.tokenizer.prompt_difference import Difference
 from mycli.runtime.utils.sanitize import one_line
 
 # Without a key: health probes, and a page without data.
-OPEN_PATHS = ("/health", "/")
+OPEN_PATHS = ("/health", "/v1/health", "/")
 PAGE_FILES = "/web/"
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

@@ -15,8 +15,11 @@ from mycli.runtime.server.http.settings import ServerState
 
 _Server = TypeVar("_Server", bound=ServerState)
 
-# Of Cohere and vLLM, and of llama.cpp: all answer with `results` of `index` and `relevance_score`.
-_ALIASES = {"/v1/rerank": ("/v2/rerank", "/v1/reranking", "/reranking")}
+_ALIASES = {
+    # Of Cohere and vLLM, and of llama.cpp: all answer with `results` of `index` and `relevance_score`.
+    "/v1/rerank": ("/v2/rerank", "/v1/reranking", "/reranking"),
+    "/health": ("/v1/health",),  # of llama.cpp
+}
 
 
 def build_application(

@@ -38,6 +38,7 @@ FORWARDED = (
     "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/rerank",
+    "/v1/score",
     "/infill",
     "/completion",
     "/tokenize",
@@ -164,11 +165,11 @@ async def router_description(router: Router, request: Request) -> Response:
     return Response(relabelled(answer.content, names), media_type="application/json")
 
 
-async def model_props(router: Router, request: Request) -> Response:
+async def model_state(router: Router, request: Request) -> Response:
     """Describe a model in llama.cpp's form, `model` of the query or the first one; it is loaded if necessary."""
     slot = router.pool.find(request.query_params.get("model"))
     async with router.pool.use(slot) as process:
-        answer = await process.client.get("/props")
+        answer = await process.client.get(request.url.path, params=request.query_params)
     return Response(answer.content, answer.status_code, media_type="application/json")
 
 
@@ -228,7 +229,8 @@ ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     ("POST", "/v1/models/load", load_model_on_request),
     ("POST", "/v1/models/unload", unload_model),
     ("GET", "/v1/models/{name:path}", show_model_with_state),
-    ("GET", "/props", model_props),
+    ("GET", "/props", model_state),
+    ("GET", "/slots", model_state),
     ("GET", "/api/tags", all_tags),
     ("GET", "/api/ps", all_running),
     ("POST", "/api/show", show_card),

@@ -27,6 +27,7 @@ from mycli.runtime.server.routes.native_completion import NativeCompletionReques
 from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
+from mycli.runtime.server.routes.score import ScoreRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version
@@ -40,6 +41,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingsRequest,
     "/v1/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
     "/v1/replies/{id}/resume": ResumeRequest,
     "/infill": InfillRequest,
     "/completion": NativeCompletionRequest,

@@ -7,7 +7,7 @@ against "no" after a prompt with query and document.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -42,32 +42,41 @@ _BEFORE = (
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+MAX_PAIRS = 1024
+Pair = tuple[str, str]  # query and document
+
+
 class RankedText(Strict):
     """A document as an object."""
 
     text: LongText
 
 
-class RerankRequest(ForModel, Truncation):
-    """The body of POST /v1/rerank."""
+class PairOptions(ForModel, Truncation):
+    """The options of scored pairs."""
 
-    query: LongText
-    documents: list[LongText | RankedText] = Field(min_length=1, max_length=1024)
-    top_n: int | None = Field(None, ge=1)
-    return_documents: bool | None = None
     instruction: Annotated[str, Field(max_length=4096)] | None = None
     instruct: Annotated[str, Field(max_length=4096)] | None = None  # the same in SGLang
     max_tokens_per_query: int | None = Field(None, ge=0, le=MAX_IDS)  # of vLLM; nothing is cut without it
     max_tokens_per_doc: int | None = Field(None, ge=0, le=MAX_IDS)  # of Cohere and vLLM, likewise
 
     @model_validator(mode="after")
-    def _one_instruction(self) -> "RerankRequest":
+    def _one_instruction(self) -> Self:
         self.instruction = self.instruct if self.instruction is None else self.instruction
         return self
 
 
+class RerankRequest(PairOptions):
+    """The body of POST /v1/rerank."""
+
+    query: LongText
+    documents: list[LongText | RankedText] = Field(min_length=1, max_length=MAX_PAIRS)
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
+
+
 @dataclass(frozen=True)
-class _Work:
+class PairWork:
     """Requests, and how the scores follow from their vectors."""
 
     groups: Sequence[Prepared]
@@ -77,14 +86,8 @@ class _Work:
 async def rerank(service: Service, request: Request) -> Response:
     """Return documents in the order of their relevance to a query."""
 
-    def prepare(body: RerankRequest) -> _Work:
-        query = service.beginning(body.query, body.max_tokens_per_query, "query")
-        texts = [service.beginning(_text(item), body.max_tokens_per_doc, "documents") for item in body.documents]
-        if service.loaded.cross_encoder is not None:
-            return _pair_work(service, body, query, texts, service.loaded.cross_encoder)
-        if service.loaded.embedder is not None:
-            return _vector_work(service, body, query, texts, service.loaded.embedder)
-        return _answer_work(service, body, query, texts)
+    def prepare(body: RerankRequest) -> PairWork:
+        return prepare_pairs(service, body, [(body.query, _text(item)) for item in body.documents])
 
     body, work = await read_request(service, request, RerankRequest, prepare)
     scores = work.scores(await run_vectors(service, request, work.groups))
@@ -100,47 +103,56 @@ async def rerank(service: Service, request: Request) -> Response:
     return JsonResponse({"object": "list", "model": body.model or service.name, "results": results, "usage": usage})
 
 
+def prepare_pairs(service: Service, body: PairOptions, pairs: Sequence[Pair]) -> PairWork:
+    """Return the requests for the scores of pairs of query and document. Raises ApiError."""
+    queries = {query: service.beginning(query, body.max_tokens_per_query, "query") for query, _ in pairs}
+    cut = [(queries[query], service.beginning(text, body.max_tokens_per_doc, "documents")) for query, text in pairs]
+    if service.loaded.cross_encoder is not None:
+        return _pair_work(service, body, cut, service.loaded.cross_encoder)
+    if service.loaded.embedder is not None:
+        return _vector_work(service, body, cut, service.loaded.embedder)
+    return _answer_work(service, body, cut)
+
+
 def _text(document: LongText | RankedText) -> str:
     return document if isinstance(document, str) else document.text
 
 
-def _pair_work(
-    service: Service, body: RerankRequest, query: str, documents: Sequence[str], encoder: CrossEncoder
-) -> _Work:
+def _pair_work(service: Service, body: PairOptions, pairs: Sequence[Pair], encoder: CrossEncoder) -> PairWork:
     longest = min(service.context, encoder.spec.max_tokens or service.context)
     special = () if body.truncate_prompt_tokens is None else service.pair_prompt("", "", None, "documents").ids
     cut = body.length(longest, len(special))
     prompt = encoder.spec.prompt if body.instruction is None else body.instruction
-    pairs = []
-    for document in documents:
-        pair = service.pair_prompt(prompt + query, document, cut, "documents")
-        if len(pair.ids) > longest:
-            raise ContextError(len(pair.ids), None, longest, param="documents", room=0)
-        pairs.append(pair)
-    return _Work(pair_requests(encoder, pairs), lambda scores: [float(score) for score in scores])
-
-
-def _similarities(vectors: Sequence[Tensor]) -> list[float]:
-    query, *documents = vectors
-    return [cosine(query, document) for document in documents]
+    texts = []
+    for query, document in pairs:
+        text = service.pair_prompt(prompt + query, document, cut, "documents")
+        if len(text.ids) > longest:
+            raise ContextError(len(text.ids), None, longest, param="documents", room=0)
+        texts.append(text)
+    return PairWork(pair_requests(encoder, texts), lambda scores: [float(score) for score in scores])
 
 
 def _probabilities(logits: Sequence[Tensor]) -> list[float]:
     return [float(torch.softmax(pair.float(), 0)[1]) for pair in logits]
 
 
-def _vector_work(
-    service: Service, body: RerankRequest, query: str, documents: Sequence[str], embedder: Embedder
-) -> _Work:
+def _vector_work(service: Service, body: PairOptions, pairs: Sequence[Pair], embedder: Embedder) -> PairWork:
     cut = body.length(embedder.spec.longest(service.context))
     before = prompt_text(service, None, "query") if body.instruction is None else body.instruction
     prompt = prompt_text(service, None, "document")
-    texts = [embedding_ids(service, query, before, cut, "query")]
-    texts += [embedding_ids(service, document, prompt, cut, "documents") for document in documents]
-    return _Work(vector_requests(embedder, texts, None), _similarities)
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    texts = [embedding_ids(service, query, before, cut, "query") for query in queries]
+    texts += [embedding_ids(service, document, prompt, cut, "documents") for _, document in pairs]
+
+    def similarities(vectors: Sequence[Tensor]) -> list[float]:
+        by_query = dict(zip(queries, vectors, strict=False))
+        documents = zip(pairs, vectors[len(queries) :], strict=True)
+        return [cosine(by_query[query], vector) for (query, _), vector in documents]
+
+    return PairWork(vector_requests(embedder, texts, None), similarities)
 
 
-def _answer_work(service: Service, body: RerankRequest, query: str, documents: Sequence[str]) -> _Work:
+def _answer_work(service: Service, body: PairOptions, pairs: Sequence[Pair]) -> PairWork:
     before, after = service.tag_ids(_BEFORE), service.tag_ids(_AFTER)
     answers = [service.text_prompt(word, False) for word in ("no", "yes")]
     if len(service.tag_ids("<|im_start|>")) != 1 or any(len(ids) != 1 for ids in answers):
@@ -154,7 +166,7 @@ def _answer_work(service: Service, body: RerankRequest, query: str, documents: S
     tags = len(before) + len(after)
     cut = body.length(service.context, tags)
     texts = []
-    for document in documents:
+    for query, document in pairs:
         pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         # Control tokens in a client's text stay text, so that a document cannot end the prompt and answer for the
         # model.
@@ -162,4 +174,4 @@ def _answer_work(service: Service, body: RerankRequest, query: str, documents: S
         ids = [*before, *(ids if cut is None else ids[: cut - tags]), *after]
         service.check_fits(ids, None, "documents")
         texts.append(ids)
-    return _Work(score_requests(texts, [ids[0] for ids in answers]), _probabilities)
+    return PairWork(score_requests(texts, [ids[0] for ids in answers]), _probabilities)

@@ -240,6 +240,36 @@ def test_documents_are_ranked_by_vectors(servers: dict[str, Served]) -> None:
     assert results[0]["document"]["text"] == [*TEXTS, "an object"][results[0]["index"]]
 
 
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_pairs_are_scored_in_vllms_form(servers: dict[str, Served], path: str) -> None:
+    def scores(model: str, **sides: object) -> list[float]:
+        answer = servers[model].ask("POST", path, sides)
+        assert answer.status == 200, answer.body
+        assert [item["index"] for item in answer.json["data"]] == list(range(len(answer.json["data"])))
+        return [item["score"] for item in answer.json["data"]]
+
+    for model in ("qwen3", "reranker"):
+        ranked = {}
+        for query in ("What?", "Who is it?"):
+            body = {"query": query, "documents": TEXTS}
+            results = servers[model].ask("POST", "/v1/rerank", body).json["results"]
+            ranked[query] = {result["index"]: result["relevance_score"] for result in results}
+        first = [ranked["What?"][index] for index in range(len(TEXTS))]
+        assert scores(model, text_1="What?", text_2=TEXTS) == scores(model, queries=["What?"], documents=TEXTS) == first
+        both = {"text_1": ["What?", "Who is it?", "What?"], "text_2": TEXTS[:3]}
+        assert scores(model, **both) == [first[0], ranked["Who is it?"][1], first[2]]
+        assert scores(model, text_1="What?", text_2=TEXTS[0]) == first[:1]
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [({"text_1": "a"}, "text_2"), ({"text_2": "a"}, "text_1"), ({"text_1": ["a", "b"], "text_2": "c"}, "text_1")],
+)
+def test_sides_that_make_no_pairs_are_refused(servers: dict[str, Served], body: dict[str, object], param: str) -> None:
+    answer = servers["qwen3"].ask("POST", "/v1/score", body)
+    assert answer.status == 400 and answer.error["param"] == param
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/v1/reranking", "/reranking"])
 def test_reranking_goes_by_the_paths_of_other_servers(servers: dict[str, Served], path: str) -> None:
     body = {"query": "What?", "documents": TEXTS}

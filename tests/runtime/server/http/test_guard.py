@@ -152,7 +152,8 @@ def test_g6_the_key_covers_every_route(keyed: Served) -> None:
         answer = keyed.ask(method, file, b"{}" if method == "POST" else None)
         assert answer.status == (200 if path in (*OPEN_PATHS, "/web/{name:path}") else 401), path
     assert keyed.ask("GET", "/nowhere").status == 401
-    assert set(OPEN_PATHS) == {"/health", "/"}
+    assert set(OPEN_PATHS) == {"/health", "/v1/health", "/"}
+    assert keyed.ask("GET", "/v1/health").json == keyed.ask("GET", "/health").json
 
 
 def test_g9_a_large_body_is_refused_before_it_is_read(scripted: Scripted) -> None:
