@@ -1,6 +1,7 @@
-"""Keeps recent output items of OpenAI's responses in memory, so that a client may refer to them by id.
+"""Keeps recent items and conversations of OpenAI's responses in memory, so that a client may refer to them by id.
 
-Clients of OpenAI refer to items of earlier replies instead of sending them, unless they ask with `store: false`.
+Clients of OpenAI refer to items of earlier replies, or to the whole conversation up to one, instead of sending them.
+Nothing is kept of requests with `store: false`.
 """
 
 from collections import OrderedDict

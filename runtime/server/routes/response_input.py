@@ -125,13 +125,37 @@ def _printed(part: OutputPart) -> str:
     return "\n".join(text for text in ((part.stdout or "").rstrip(), (part.stderr or "").rstrip(), end) if text)
 
 
-def input_messages(body: ResponsesRequest, items: ItemStore) -> tuple[Sequence[Message], Sequence[str]]:
-    """Return the messages of a request, and the items that were left out. Raises ApiError."""
-    conversation = _Conversation(items)
-    if body.instructions is not None:
-        conversation.messages.append(Message("system", body.instructions))
+def earlier_items(body: ResponsesRequest, conversations: ItemStore) -> Sequence[Mapping[str, Any]]:
+    """Return the items of the conversation that a request continues; none without one. Raises ApiError."""
+    name = body.previous_response_id
+    if name is None:
+        return ()
+    stored = conversations.find(name)
+    if stored is None:
+        message = f"previous_response_id: no response {name[:60]!r} is stored here; send the whole conversation"
+        raise ApiError(400, message, "previous_response_not_found", param="previous_response_id")
+    items: Sequence[Mapping[str, Any]] = stored["items"]
+    return items
+
+
+def input_items(body: ResponsesRequest) -> list[Mapping[str, Any]]:
+    """Return the items of a request's own input as JSON."""
     if isinstance(body.input, str):
-        return [*conversation.messages, Message("user", body.input)], []
+        return [{"type": "message", "role": "user", "content": body.input}]
+    return [item.model_dump(exclude_none=True) for item in body.input]
+
+
+def input_messages(
+    body: ResponsesRequest, items: ItemStore, earlier: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Sequence[Message], Sequence[str]]:
+    """Return the messages of a request after `earlier` items, and the items that were left out. Raises ApiError."""
+    conversation = _Conversation(items)
+    if body.instructions is not None:  # those of earlier requests do not carry over
+        conversation.messages.append(Message("system", body.instructions))
+    for stored in earlier:
+        conversation.add(InputItem.model_validate(stored), "previous_response_id")
+    if isinstance(body.input, str):
+        return [*conversation.messages, Message("user", body.input)], conversation.omitted
     for index, item in enumerate(body.input):
         conversation.add(item, f"input.{index}")
     return conversation.messages, conversation.omitted

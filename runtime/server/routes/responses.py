@@ -1,4 +1,7 @@
-"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses; clients send the whole conversation."""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses.
+
+A request has the whole conversation, or the id of a recent response that it continues.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +16,7 @@ from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import JsonResponse, event
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
-from mycli.runtime.server.routes.response_input import input_messages
+from mycli.runtime.server.routes.response_input import earlier_items, input_items, input_messages
 from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.responses_request import ResponsesRequest, callable_tools, response_spec
 from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs, now
@@ -22,7 +25,7 @@ from mycli.runtime.server.streaming import Interface, read_request
 
 
 def _spec(service: Service, body: ResponsesRequest) -> ChatSpec:
-    messages, omitted = input_messages(body, service.items)
+    messages, omitted = input_messages(body, service.items, earlier_items(body, service.conversations))
     return response_spec(body, messages, omitted, callable_tools(body))
 
 
@@ -53,7 +56,8 @@ class ResponseRendering:
             return content
 
         self._items = OutputItems(callable_tools(body).identities, logprobs, ids)
-        self._store = None if body.store is False else service.items
+        self._stores = None if body.store is False else (service.items, service.conversations)
+        self._input = [] if self._stores is None else [*earlier_items(body, service.conversations), *input_items(body)]
         self._event_number = 0
         self._cut, self._shows_reasoning = False, body.shows_reasoning
         text_format = body.text.format if body.text is not None else None
@@ -78,13 +82,13 @@ class ResponseRendering:
             "model": body.model or service.name,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": body.presence_penalty or 0.0,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "prompt": None,
             "prompt_cache_key": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
-            "store": False,
+            "store": self._stores is not None,
             "temperature": body.temperature,
             "text": {"format": text_fields, "verbosity": "medium"},
             "tool_choice": choice
@@ -157,8 +161,10 @@ class ResponseRendering:
         return "incomplete" if self._cut else "completed"
 
     def _keep(self) -> None:
-        if self._store is not None:
-            self._store.keep(self._items.all())
+        if self._stores is not None:
+            items, conversations = self._stores
+            items.keep(self._items.all())
+            conversations.keep([{"id": self._head["id"], "items": [*self._input, *self._items.all()]}])
 
     def _count(self, piece: Piece) -> None:
         self._counts.add(piece)

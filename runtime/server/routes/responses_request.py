@@ -138,6 +138,7 @@ class ResponsesRequest(ForReply, Sampling, Constraints, ThinkingBudget):
 
     input: LongText | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
     instructions: LongText | None = None
+    previous_response_id: ItemId | None = None
     max_output_tokens: TokenLimit | None = None
     stream_options: StreamOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)

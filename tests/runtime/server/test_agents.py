@@ -10,6 +10,7 @@ import pytest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from tests.runtime.server.conftest import Scripted
 from tests.support.paths import PICO
@@ -147,6 +148,44 @@ def test_an_item_may_be_named_instead_of_sent(scripted: Scripted, reasoning: Loa
         for name in (private["id"], "msg_0"):
             answer = ask(served, input=[{"type": "item_reference", "id": name}])
             assert answer.status == 404 and answer.error["param"] == "input.0"
+
+
+def test_a_response_may_be_continued_by_its_id(scripted: Scripted, reasoning: LoadedModel) -> None:
+    with scripted("Tokyo it is.", model=reasoning) as served:
+
+        def prompt() -> str:
+            return served.service.loaded.tokenizer.spelled(served.service.worker.engine.prompts[-1])
+
+        first = ask(served, input="Where?", instructions="Be brief.").json
+        assert first["store"] and first["previous_response_id"] is None
+        call = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+        second = ask(served, input=[{"role": "user", "content": "Sure?"}, call], previous_response_id=first["id"]).json
+        assert second["previous_response_id"] == first["id"]
+        last = {"model": "pico", "input": "Why?", "previous_response_id": second["id"]}
+        assert served.ask("POST", "/v1/responses", {**last, "stream": True}).status == 200
+        text = prompt()
+        places = [text.index(part) for part in ("Where?", "Tokyo", "Sure?", "sunny", "Why?")]
+        assert places == sorted(places) and text.count("Tokyo it is.") == 2 and "Be brief." not in text
+        counted = served.ask("POST", "/v1/responses/input_tokens", last).json
+        assert counted["input_tokens"] == len(served.service.worker.engine.prompts[-1])
+        # Both branches of a conversation stay.
+        assert ask(served, input="Else?", previous_response_id=first["id"]).status == 200
+        assert "Sure?" not in prompt() and "Tokyo it is." in prompt()
+
+
+def test_only_a_stored_response_may_be_continued(scripted: Scripted) -> None:
+    with scripted("Tokyo it is.") as served:
+        private = ask(served, input="Where?", store=False).json
+        (item,) = ask(served, input="Where?").json["output"]
+        for name in (private["id"], item["id"], "resp_0"):
+            answer = ask(served, input="Sure?", previous_response_id=name)
+            assert answer.status == 400 and answer.error["code"] == "previous_response_not_found"
+            assert answer.error["param"] == "previous_response_id"
+        assert private["store"] is False
+        assert ask(served, input=[{"type": "item_reference", "id": ask(served).json["id"]}]).status == 404
+        served.service.conversations = ItemStore(100)
+        first = ask(served, input="Where?" * 50).json["id"]
+        assert ask(served, previous_response_id=first).status == 400, "larger than the store"
 
 
 def test_tools_may_be_restricted_to_some(scripted: Scripted, served: Served) -> None:
