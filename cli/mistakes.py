@@ -37,10 +37,23 @@ FOREIGN_COMMANDS = {
     "upload": "hf upload NAME FOLDER; mycli list --json prints the folder of each model",
     "version": "mycli --version",
 }
+# Options of other programs whose meaning differs by command -> what to type here.
+OPTIONS_OF_COMMANDS = {
+    ("estimate", "--bits"): "--quant int4-g128, or another scheme",
+    ("eval", "-f"): "--text FILE",
+    ("eval", "--file"): "--text FILE",
+    ("quantize", "-b"): "--bits N",
+    ("quantize", "--outtype"): "--bits TYPE",
+    ("quantize", "--quantize"): "--bits TYPE, such as q4_k_m",
+    ("rm", "-f"): "--yes",
+    ("rm", "--force"): "--yes",
+    ("show", "--modelfile"): "--template prints the chat template",
+}
 _BENCH_SERVE = ("--clients", "--rate", "--requests", "--shared", "--plot", "--slo")
 # Hints for arguments that a command does not take.
 _EXTRA_ARGUMENTS = {
     "chat": "chat takes no prompt; mycli run MODEL PROMPT answers one",
+    "compare": "prompts are lines of a file: mycli compare A B --prompts FILE.jsonl",
     "export": "mycli export MODEL --to gguf -o FILE.gguf",
     "pull": "a file of a repository is part of its name: mycli pull org/name:file.gguf",
     "quantize": "type and file are options: mycli quantize MODEL --bits q4_k_m -o FILE.gguf",
@@ -127,6 +140,8 @@ def _value_problem(sentence: str, option: Any) -> str:
 
 
 def _unknown_option(word: str, command: Any, hint: str, name: str | None) -> UsageError:
+    if ours := OPTIONS_OF_COMMANDS.get((name or "", word)):
+        return UsageError(f"no such option: {word}", ours)
     if word in FOREIGN_OPTIONS and command and name:
         return UsageError(f"no such option: {word}", FOREIGN_OPTIONS[word].format(usage=usage_line(command, name)))
     if word in _BENCH_SERVE and command.name == "bench":

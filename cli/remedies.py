@@ -106,7 +106,7 @@ REMEDIES: Mapping[str, str] = {
     "gguf-mix": "mycli quantize {model} --bits {type}",
     "requantize": "add --requantize to round these weights; the loss is reported",
     "fp32-or-requantize": "use --to safetensors:fp32 to keep every bit, or --requantize to round; the loss is reported",
-    "quantize-first": "quantize it first: mycli quantize MODEL",
+    "quantize-first": "quantize it first: mycli quantize {model}",
     # the hub and files
     "pull": "mycli pull {model}",
     "pull-then-quantize": "download the whole model, then quantize it: mycli pull {model}; mycli quantize {model}",

@@ -13,6 +13,7 @@ from mycli.cli.load import adapted, announce_placement, open_config
 from mycli.cli.output import Column
 from mycli.cli.reports.estimate_card import EstimateSubject, estimate_json, estimate_rows
 from mycli.cli.text.format import active_parameters
+from mycli.quant.ggml.mixes import MIXES
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.device.disk import ASSUMED, read_rate
@@ -165,6 +166,9 @@ def _scheme(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
     if plan.packings and (quant or _HEAD_BITS.get(head)):
         raise UsageError("this model is already quantized", "omit --quant and --head, or name the original model")
     bits = _HEAD_BITS[options.choice("--head", head, tuple(_HEAD_BITS))]
+    if quant and quant.lower() in MIXES:
+        hint = f"its exact size: mycli quantize MODEL --bits {quant.lower()} --dry-run"
+        raise UsageError(f"--quant {quant}: a type of GGUF files", hint)
     if quant is None and bits:
         raise UsageError(f"--head {head} needs --quant", "for example: --quant int4-g128")
     packing = parse_packing(quant) if quant else None

@@ -102,6 +102,7 @@ def run(
         check_receipt(
             receipt,
             loading,
+            call.out.note,
             single=source.batch is None and samples == 1 and beams is None,
             template=templates.used,
             deadline=reasoning.deadline is not None,
@@ -142,8 +143,7 @@ def run(
     if not recording.no_record and beams is None:  # the tokens of a search are known at its end only
         formats = asdict(replace(grammar, schema=schema))
         recorded = record_reply(generator, model, loading, config.template, formats, ids)
-    reply = generator.reply(ids, recorded)
-    _show(call, generator, reply, recorded, escapes, seconds)
+    reply = _reply(call, generator, ids, recorded, escapes, seconds)
     if receipt is not None:
         reply_format = ReplyFormat(
             schema, grammar.regex, grammar.json_mode, grammar.extra_properties, raw, reasoning.budget
@@ -182,23 +182,23 @@ def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, 
     generator = interrupted.generator(loaded, grammar.resolve(grammar.schema, loaded.model))
     recorded = interrupted.reopen()
     seconds = time.perf_counter() - began
-    reply = generator.reply(interrupted.prompt, recorded)
-    _show(call, generator, reply, recorded, escapes, seconds, recording.after)
+    reply = _reply(call, generator, interrupted.prompt, recorded, escapes, seconds, recording.after)
     _check_complete(generator, [reply])
     return ExitCode.OK
 
 
-def _show(
+def _reply(
     call: Call,
     generator: Generator,
-    reply: "Completion",
+    prompt: Sequence[int],
     recorded: "tuple[RecordedReply, int] | None",
     escapes: bool,
     seconds: float,
     after: int = 0,
-) -> None:
+) -> "Completion":
     name = None if recorded is None else recorded[0].writer.path.stem
     try:
+        reply = generator.reply(prompt, recorded)
         if call.out.json_mode:
             for _ in reply:
                 pass
@@ -206,8 +206,9 @@ def _show(
             call.out.json({**answer, "load_seconds": round(seconds, 4)})
         else:
             _stream(call, generator, reply, escapes, seconds, after)
+        return reply
     except (KeyboardInterrupt, Terminated):
-        if name is not None and reply.tokens:
+        if recorded is not None and recorded[0].writer.lines > 1:  # more than the request
             call.out.note(f"(interrupted; mycli run --resume {name} continues the reply)")
             recorded = None
         raise

@@ -43,17 +43,22 @@ _KEY = "mycli serve MODEL --api-key-file FILE, or the environment variable MYCLI
 _ALWAYS = "omit it: this is always on"
 _TEMPLATE = "omit it: the chat template decides how tool calls and reasoning are read"
 _STDOUT = "omit it: standard output has only the reply"
+_PASSES = "omit it: no option sets how many tokens of a prompt one pass computes"
 _MEMORY = "omit it: no option chooses how weights are kept in memory"
 _TLS = "omit it: a reverse proxy, such as nginx, adds TLS"
+_GRAMMAR = "--schema FILE or --regex RE: grammars in GBNF are not read"
+_GPU = "--device cuda:N"
 _ENGINE = "mycli serve MODEL --engine vllm --tensor-parallel-size N"
 # Other options of these programs -> what to type here; `{usage}` is the command with its arguments.
 FOREIGN_OPTIONS = {
     "--api-key": _KEY,
+    "--batch-size": _PASSES,
     "--cache-reuse": _ALWAYS,
     "--cache-type-k": _CACHE,
     "--cache-type-v": _CACHE,
     "--chat-template-kwargs": "--template-arg NAME=VALUE",
     "--cont-batching": _ALWAYS,
+    "--cpu-moe": _WHOLE,
     "--enable-auto-tool-choice": _TEMPLATE,
     "--enable-chunked-prefill": _ALWAYS,
     "--enable-prefix-caching": _ALWAYS,
@@ -62,6 +67,8 @@ FOREIGN_OPTIONS = {
     "--format": "--json-mode, or --schema FILE",
     "--gpu-layers": _WHOLE,
     "--gpu-memory-utilization": "--ctx N: the length of the context decides the memory of the KV cache",
+    "--grammar": _GRAMMAR,
+    "--grammar-file": _GRAMMAR,
     "--hf-path": _MODEL,
     "--hf-repo": _MODEL,
     "--imatrix": "mycli quantize MODEL --calib FILE; the importance is measured on its text",
@@ -75,26 +82,35 @@ FOREIGN_OPTIONS = {
     "--local-dir": "omit it: models are stored in the Hugging Face cache; HF_HUB_CACHE names another folder",
     "--log-disable": _STDOUT,
     "--max-kv-size": "--ctx N",
+    "--main-gpu": _GPU,
     "--metrics": "omit it: GET /metrics is always served",
     "--mlock": _MEMORY,
     "--model": _MODEL,
+    "--n-cpu-moe": _WHOLE,
     "--n-gpu-layers": _WHOLE,
     "--no-display-prompt": _STDOUT,
     "--no-mmap": _MEMORY,
     "--num-gpu": _WHOLE,
     "--outtype": "mycli export MODEL --to gguf:TYPE",
+    "--override-tensor": _WHOLE,
     "--prompt": _PROMPT,
     "--quantization": "omit it: the files of the model name their format",
     "--reasoning-format": _TEMPLATE,
     "--reasoning-parser": _TEMPLATE,
+    "--reverse-prompt": "--stop TEXT",
+    "--split-mode": _ENGINE,
     "--ssl-cert-file": _TLS,
     "--ssl-certfile": _TLS,
     "--ssl-key-file": _TLS,
     "--ssl-keyfile": _TLS,
+    "--tensor-split": _ENGINE,
     "--think": "mycli chat MODEL --think on; or --template-arg enable_thinking=true",
     "--tool-call-parser": _TEMPLATE,
     "--trust-remote-code": "omit it: no code from a model folder is run",
+    "--ubatch-size": _PASSES,
     "-V": "mycli --version",
+    "-b": _PASSES,
+    "-cmoe": _WHOLE,
     "-cnv": "mycli chat MODEL",
     "-ctk": _CACHE,
     "-ctv": _CACHE,
@@ -103,14 +119,20 @@ FOREIGN_OPTIONS = {
     "-i": "mycli chat MODEL",
     "-m": _MODEL,
     "-md": "--draft MODEL",
+    "-mg": _GPU,
+    "-ncmoe": _WHOLE,
     "-ngl": _WHOLE,
     "-np": "mycli serve MODEL --max-sequences N",
+    "-ot": _WHOLE,
     "-p": _PROMPT,
     "-pg": "mycli bench MODEL -d N -n N: replies after a prompt of N tokens",
     "-s": "--seed N",
+    "-sm": _ENGINE,
     "-sys": "--system TEXT",
     "-t": "--threads N",
     "-tp": _ENGINE,
+    "-ts": _ENGINE,
+    "-ub": _PASSES,
 }
 
 

@@ -1,6 +1,7 @@
 """Converts between the options of `mycli run` and the receipts that `mycli replay` reads."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,10 @@ class ReplyFormat:
     reasoning_budget: int | None = None
 
 
-def check_receipt(path: Path, loading: LoadFlags, *, single: bool, template: bool, deadline: bool) -> None:
-    """Raise UsageError for options that a receipt cannot describe, or a path that cannot be written."""
+def check_receipt(
+    path: Path, loading: LoadFlags, note: Callable[[str], None], *, single: bool, template: bool, deadline: bool
+) -> None:
+    """Raise UsageError for options that a receipt cannot describe, and a path that cannot or should not be replaced."""
     from mycli.runtime.utils.files import require_writable
 
     if not single:
@@ -62,6 +65,15 @@ def check_receipt(path: Path, loading: LoadFlags, *, single: bool, template: boo
     if deadline:
         raise UsageError("--receipt does not cover --deadline: it ends replies by the clock", "omit --deadline")
     require_writable(path)
+    if path.exists() and path.stat().st_size:
+        from mycli.runtime.diagnostics.receipt import Receipt
+
+        try:
+            Receipt.read(path)
+        except ModelError:
+            message = f"--receipt {path}: the file is not a receipt and was not replaced"
+            raise UsageError(message, "name another file") from None
+        note(f"(the receipt in {path} is replaced)")
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:

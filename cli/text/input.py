@@ -71,8 +71,8 @@ def read_prompt(prompt: str | None, file: Path | None, errors: str, note: Callab
     # With "-", or with neither prompt nor file, standard input is required and read until its end, however long that
     # takes. Otherwise it is optional, and `SILENCE` ends the wait for it.
     parts = [] if file is None else [read_file(file, errors, REPLACE)]
-    if prompt not in (None, "-"):
-        parts.append(str(prompt))
+    if prompt is not None and prompt != "-":
+        parts.append(decode(prompt.encode("utf-8", "surrogateescape"), "PROMPT", errors, REPLACE))
     required = prompt == "-" or not parts
     if required and sys.stdin.isatty():
         raise UsageError("no prompt", code="no-prompt")

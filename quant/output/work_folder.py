@@ -151,20 +151,22 @@ def require_same_run(folder: Path, run: Mapping[str, Any]) -> None:
     begun, now = (" and ".join(f"{name} {side.get(name, 'unknown')}" for name in changed) for side in versions)
     reasons = [f"was begun with {begun}; this is {now}"] if changed else []
     others = {name: value for name, value in run.items() if name != "versions"}
-    different = list(_differences({name: old.get(name) for name in others}, others))
+    different: dict[str, str] = {}
+    for name, difference in _differences({name: old.get(name) for name in others}, others):
+        different.setdefault(name, difference)  # number and length of windows: of the calibration and of the recipe
     if different:
-        reasons.append(f"differs in {'; '.join(different[:3])}")
+        reasons.append(f"differs in {'; '.join([*different.values()][:3])}")
     if reasons:
         raise UsageError(
             f"{folder} holds an unfinished run that {', and '.join(reasons)}", code="finish-or-remove-work"
         )
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     for key in [key for key in different if key not in _DERIVED] or different:
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _differences(before, after, f"{prefix}{key} ")
         else:
-            yield f"{prefix}{key} ({before} there, {after} now)"
+            yield key, f"{prefix}{key} ({before} there, {after} now)"

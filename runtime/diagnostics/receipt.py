@@ -55,7 +55,11 @@ class Receipt:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a receipt. Raises NotFoundError; ModelError for another file or a changed receipt; UsageError."""
-        fields = parse_object(read_input(path, _MAX_BYTES), path.name, _MAX_BYTES)
+        data = read_input(path, _MAX_BYTES)
+        try:
+            fields = parse_object(data, path.name, _MAX_BYTES)
+        except ModelError as error:
+            raise ModelError(error.message, "make a new receipt") from None
         if fields.integer("receipt_version") != _VERSION:
             raise fields.fail("receipt_version", f"must be {_VERSION}", "replay it with the version that wrote it")
         record = {name: value for name, value in fields.values.items() if name != "sha256"}

@@ -349,5 +349,4 @@ def _check_texts(texts: Sequence[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            problem = f"character {error.start} of the text is half of a surrogate pair"
-            raise UsageError(problem, "give valid UTF-8 text") from None
+            raise UsageError(f"a text is not valid UTF-8 at character {error.start}", "convert it to UTF-8") from None

@@ -7,7 +7,7 @@ import pytest
 
 from mycli.cli.flags.spellings import FOREIGN_OPTIONS
 from mycli.cli.main import COMMANDS, decode_argument, find_command
-from mycli.cli.mistakes import FOREIGN_COMMANDS
+from mycli.cli.mistakes import FOREIGN_COMMANDS, OPTIONS_OF_COMMANDS
 from tests.support.command_line import Mycli
 
 
@@ -57,6 +57,13 @@ def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None
     assert named <= _spellings(shown[1] if shown else called) | {"--version"} and (named or shown or "omit it" in hint)
 
 
+@pytest.mark.parametrize("word", OPTIONS_OF_COMMANDS, ids=" ".join)
+def test_options_with_another_meaning_by_command_name_one_that_it_has(word: tuple[str, str]) -> None:
+    command, option = word
+    named = re.match(r"--[a-z-]+", OPTIONS_OF_COMMANDS[word])
+    assert option not in _spellings(command) and named and named[0] in _spellings(command)
+
+
 def _spellings(command: str) -> set[str]:
     return {spelling for option in find_command(command).params for spelling in option.opts}
 
@@ -81,6 +88,22 @@ def _spellings(command: str) -> set[str]:
         (("export", "pico", "--to", "q4_k_m", "-o", "x.gguf"), "mycli quantize pico --bits q4_k_m"),
         (("run", "pico", "hi", "--format", "json"), "--json-mode, or --schema FILE"),
         (("quantize", "pico", "--bits", "5", "--dry-run"), "--bits takes: 8, 4, 3, 2, q4_0,"),
+        (("quantize", "pico", "--quantize", "q4_K_M"), "--bits TYPE, such as q4_k_m"),
+        (("quantize", "pico", "-b", "4"), "--bits N"),
+        (("run", "pico", "hi", "-ub", "512"), "omit it: no option sets how many tokens of a prompt one pass computes"),
+        (("run", "pico", "hi", "-ncmoe", "8"), "omit it: a model runs on the GPU completely or not at all"),
+        (("rm", "-f", "pico"), "--yes"),
+        (("eval", "pico", "-f", "wiki.txt"), "--text FILE"),
+        (
+            ("compare", "pico", "pico-draft", "hi"),
+            "prompts are lines of a file: mycli compare A B --prompts FILE.jsonl",
+        ),
+        (("estimate", "pico", "--bits", "4"), "--quant int4-g128, or another scheme"),
+        (
+            ("estimate", "pico", "--quant", "q4_K_M"),
+            "its exact size: mycli quantize MODEL --bits q4_k_m --dry-run",
+        ),
+        (("export", "pico", "--to", "mlx", "-o", "pico-mlx"), "quantize it first: mycli quantize pico"),
         (
             ("verify", "pico"),
             "to compare its weights with another program's reading: mycli verify pico --as transformers",

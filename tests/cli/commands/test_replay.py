@@ -116,4 +116,7 @@ def test_a_file_that_is_no_receipt_is_refused(mycli: Mycli, tmp_path: Path) -> N
     path = tmp_path / "r.json"
     path.write_text('{"receipt_version": 1}')
     assert mycli("replay", str(path)).returncode == 3
+    path.write_text("")
+    empty = mycli("replay", str(path))
+    assert empty.returncode == 3 and empty.stderr.splitlines()[1] == "hint: make a new receipt"
     assert mycli("replay", str(tmp_path / "none.json")).returncode in (2, 3, 4)

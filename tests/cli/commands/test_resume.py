@@ -98,3 +98,9 @@ def test_the_first_bytes_are_omitted_between_characters() -> None:
     assert ["".join(without_first(pieces, count)) for count in (0, 1, 3, 4, 5, 9)] == ["aäbc", "äbc", "bc", "c", "", ""]
     with pytest.raises(UsageError, match="inside a character"):
         list(without_first(pieces, 2))
+
+
+def test_a_reply_that_could_not_begin_leaves_no_record(state: dict[str, str], mycli: Mycli) -> None:
+    """It would be the last interrupted one, and could not begin then either."""
+    assert mycli(*STORY, "--stop", "", env=state).returncode == 2
+    assert not records(state)

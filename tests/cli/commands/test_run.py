@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,11 +100,12 @@ def test_control_tokens_in_a_prompt_are_text(mycli: Mycli) -> None:
     assert special["text"].startswith("I am Pico")
 
 
-@pytest.mark.parametrize("where", ["stdin", "file"])
+@pytest.mark.parametrize("where", ["stdin", "file", "argument"])
 def test_input_that_is_not_utf8_names_the_byte(where: str, mycli: Mycli, tmp_path: Path) -> None:
     """C15."""
     (tmp_path / "bad.txt").write_bytes(b"abc\xff")
-    arguments = ["-f", str(tmp_path / "bad.txt")] if where == "file" else ["-"]
+    words = {"stdin": ["-"], "file": ["-f", str(tmp_path / "bad.txt")], "argument": [os.fsdecode(b"abc\xff")]}
+    arguments = words[where]
     call = ("run", "pico", *arguments, "--device", "cpu", "-n", "2")
     done = mycli(*call, input=b"abc\xff")
     assert done.returncode == 2 and "byte 3" in done.stderr

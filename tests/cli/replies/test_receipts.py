@@ -54,11 +54,28 @@ def test_what_a_receipt_cannot_describe_is_refused(
     loading: dict[str, Any], single: bool, template: bool, deadline: bool, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=problem):
-        check_receipt(tmp_path / "r.json", LoadFlags(**loading), single=single, template=template, deadline=deadline)
-    check_receipt(tmp_path / "r.json", LoadFlags(draft="mtp"), single=True, template=False, deadline=False)
+        check_receipt(
+            tmp_path / "r.json", LoadFlags(**loading), print, single=single, template=template, deadline=deadline
+        )
+    check_receipt(tmp_path / "r.json", LoadFlags(draft="mtp"), print, single=True, template=False, deadline=False)
 
 
 def test_only_sampling_needs_a_seed() -> None:
     greedy, sampled, fixed = SamplingParams(), SamplingParams(0.8), SamplingParams(0.8, seed=3)
     assert with_seed(greedy) == greedy and with_seed(fixed) == fixed
     assert with_seed(sampled).seed is not None
+
+
+def test_only_a_receipt_is_replaced_and_not_in_silence(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = tmp_path / "r.json"
+
+    def check() -> None:
+        check_receipt(path, LoadFlags(), notes.append, single=True, template=False, deadline=False)
+
+    path.write_text("my notes")
+    with pytest.raises(UsageError, match="not a receipt and was not replaced"):
+        check()
+    RECEIPT.write(path)
+    check()
+    assert notes == [f"(the receipt in {path} is replaced)"]

@@ -75,6 +75,12 @@ def test_a_difference_is_named_by_its_cause(tmp_path: Path) -> None:
         require_same_run(tmp_path, {"calibration": fewer})
     with pytest.raises(UsageError, match=r"differs in calibration sha256 \(aa there, bb now\)$"):
         require_same_run(tmp_path, {"calibration": {**text, "sha256": "bb"}})
+    with WorkFolder(tmp_path / "both", {"calibration": text, "recipe": {"samples": 128, "bits": 4}}):
+        pass
+    with pytest.raises(
+        UsageError, match=r"differs in calibration samples \(128 there, 8 now\); recipe bits \(4 there, 3 now\)$"
+    ):
+        require_same_run(tmp_path / "both", {"calibration": fewer, "recipe": {"samples": 8, "bits": 3}})
 
 
 @pytest.mark.parametrize("fault", ["D8-changed-recipe"])
