@@ -77,6 +77,11 @@ class RowBlocks:
         upper = torch.linalg.solve_triangular(lower.flip(1, 2), identity.expand_as(hessian), upper=True)
         return cls(hessian, upper, rows.gather(1, places), count)
 
+    @property
+    def places(self) -> int:
+        """The number of places of a block to solve: padding, which comes last, has all others."""
+        return min(self.count, BLOCK_ROWS)
+
     def gather(self, values: Tensor, fill: float = 0.0) -> Tensor:
         # Rows of [N, ...] as [S, blocks, ...] in the order in which they are solved, each place contiguous.
         return split_rows(values, fill).flatten(0, 1)[self.order.T]
@@ -96,7 +101,7 @@ def round_rows(
     """
     left, ordered = blocks.gather(weight), blocks.gather(scales, 1.0)
     codes = torch.empty(left.shape, dtype=torch.uint8, device=weight.device)
-    for place, rows in enumerate(left):
+    for place, rows in enumerate(left[: blocks.places]):
         codes[place] = round_columns(rows, ordered[place].float())
         error = rows - dequantize_codes(Quantized(codes[place], ordered[place]), grid)
         error /= blocks.upper[:, place, place, None]
@@ -114,7 +119,7 @@ def descend_rows(
     error = blocks.gather(weight - dequantize_codes(solved, grid))
     coupling = (blocks.hessian / blocks.hessian.diagonal(dim1=1, dim2=2).unsqueeze(2)).transpose(0, 1).contiguous()
     for _ in range(sweeps):
-        for place, rows in enumerate(target):
+        for place, rows in enumerate(target[: blocks.places]):
             # The cost of one row with all others fixed is that of a target moved by their errors.
             others = torch.einsum("bs,sbk->bk", coupling[place], error).sub_(error[place]).add_(rows)
             moved = descend(others, Quantized(codes[place], ordered[place]), grid, hessian, 1)

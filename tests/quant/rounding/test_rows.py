@@ -140,3 +140,20 @@ def test_gradients_of_divided_rows_are_multiplied() -> None:
     )
     assert torch.allclose(rescaled(before, source, scale), after, rtol=1e-5, atol=1e-4)
     assert before.shape[1] == rows.BLOCK_ROWS
+
+
+@pytest.mark.parametrize("count", [40, BLOCK_ROWS + 8])
+def test_padding_takes_no_time(count: int) -> None:
+    weight, _ = problem(count, 32)
+    grid = Grid(Packing(3, 32), torch.bfloat16)
+    blocks = RowBlocks.of(moments(count), count)
+    assert blocks is not None
+    scales = find_scales(weight, grid)
+    steps = []
+
+    def counted(rows: Tensor, scales: Tensor) -> Tensor:
+        steps.append(len(rows))
+        return round_to_grid(rows, scales, grid)
+
+    round_rows(weight, scales, grid, blocks, counted)
+    assert len(steps) == min(count, BLOCK_ROWS), "one step for each row of a block that is not padding in all blocks"
