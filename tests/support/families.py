@@ -85,12 +85,16 @@ def enliven(model: transformers.PreTrainedModel) -> None:
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
+def reference_config(model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedConfig:
+    """Return transformers' config of a small model, which `make` saves with the model."""
+    # transformers writes into rope_parameters
+    return transformers.AutoConfig.for_model(ALIASES.get(model_type, model_type), **deepcopy({**SMALL, **changes}))
+
+
 def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
     """Save a random model to `folder` and return its fp32 reference."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        ALIASES.get(model_type, model_type), **deepcopy({**SMALL, **changes})
-    )  # transformers writes into rope_parameters
+    config = reference_config(model_type, changes)
     loader = class_of(model_type)
     create = loader.from_config if loader is transformers.AutoModelForCausalLM else loader._from_config
     reference = create(config, attn_implementation="eager").float().eval()
