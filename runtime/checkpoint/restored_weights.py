@@ -1,4 +1,4 @@
-"""Restores the weights of a family's own files where a folder has others. Imports no torch.
+"""Restores the weights of a declaration where files have others, and lists what files join. Imports no torch.
 
 mlx-lm exchanges the last axes of convolutions [channels, 1, taps], adds to the gains of Qwen 3 Next and 3.5 what the
 family adds, and has kv_b of latent attention as two stacks of one matrix per head, keys (transposed) and values, each
@@ -7,13 +7,14 @@ GPT-NeoX and large Falcons store the rows of queries, keys and values of each ke
 of up before those of gate.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, mlx
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, MlpSpec, Shape
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, KimiDeltaSpec
@@ -27,6 +28,48 @@ _SCALED = "falcon_h1"
 _UP_FIRST = ("gte", "new")
 # The tensors that hold queries, keys and values of one key head after the other; a `llama` is then an InternLM 2.
 _GROUPED = {"llama": "wqkv", "gpt_neox": "query_key_value", "falcon": "query_key_value"}
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """A tensor of the family's files with the rows of `parts`, which take turns `groups` times.
+
+    transposed: of shape [n, in_features, out_features], from n matrices.
+    """
+
+    name: str
+    shape: Shape
+    parts: tuple[str, ...]
+    groups: int = 1
+    transposed: bool = False
+
+
+def joined_tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
+    """Yield the tensors in which the family's files have several of the declaration's, by the declaration's names."""
+    shapes = dict(config.tensors())
+    for layer in config.layer_specs:
+        if isinstance(layer.mlp, ExpertsSpec):
+            yield from _stacked_experts(layer.mlp, shapes)
+        if config.model_type in _UP_FIRST:
+            gate, up = (f"{linear.name}.weight" for linear in layer.dense_mlp.gate_up)
+            yield JoinedTensor(_up_gate(layer.dense_mlp), (2 * shapes[up][0], shapes[up][1]), (up, gate))
+    for attention in config.attentions if config.model_type in _GROUPED.keys() - {"llama"} else ():
+        if isinstance(attention, AttentionSpec) and len(attention.qkv) == 3:
+            for ending in ("weight", "bias") if attention.qkv[0].bias else ("weight",):
+                name, *parts = (_grouped_name(attention, config.model_type), *(linear.name for linear in attention.qkv))
+                parts = [f"{part}.{ending}" for part in parts]
+                shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+                yield JoinedTensor(f"{name}.{ending}", shape, (*parts,), groups=attention.kv_heads)
+
+
+def _stacked_experts(spec: ExpertsSpec, shapes: Mapping[str, Shape]) -> Iterator[JoinedTensor]:
+    count = len(spec.experts)
+    for stack in spec.stacks:
+        if stack.published and shapes.keys() >= {*stack.parts}:
+            rows, *columns = shapes[stack.parts[0]]
+            each = (len(stack.parts) // count * rows, *columns)
+            shape = (count, *(each[::-1] if stack.transposed else each))
+            yield JoinedTensor(stack.name, shape, stack.parts, transposed=stack.transposed)
 
 
 def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> Headers:
@@ -49,7 +92,7 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     if config.model_type in _GROUPED:
         for attention in config.attentions:
             if isinstance(attention, AttentionSpec) and len(attention.qkv) == 3:
-                _split_groups(result, attention, _GROUPED[config.model_type])
+                _split_groups(result, attention, _grouped_name(attention, config.model_type))
     return result
 
 
@@ -85,9 +128,17 @@ def _split_convolution(tensors: dict[str, TensorEntry], spec: ConvolutionSpec) -
         offset += nbytes
 
 
+def _up_gate(spec: MlpSpec) -> str:
+    return f"{spec.gate_up[0].name.rpartition('.')[0]}.up_gate_proj.weight"
+
+
+def _grouped_name(spec: AttentionSpec, model_type: str) -> str:
+    return f"{spec.qkv[0].name.rpartition('.')[0]}.{_GROUPED[model_type]}"
+
+
 def _split_up_gate(tensors: dict[str, TensorEntry], spec: MlpSpec) -> None:
     gate, up = spec.gate_up
-    joined = tensors.get(f"{up.name.rpartition('.')[0]}.up_gate_proj.weight")
+    joined = tensors.get(_up_gate(spec))
     if joined is None or joined.shape != (2 * spec.size, up.in_features):
         return
     del tensors[joined.name]
@@ -100,10 +151,9 @@ def _split_up_gate(tensors: dict[str, TensorEntry], spec: MlpSpec) -> None:
 
 def _split_groups(tensors: dict[str, TensorEntry], spec: AttentionSpec, stored: str) -> None:
     # Rows are output features in all layouts but GPTQ's and AWQ's, which stay refused as tensors of another model.
-    prefix = spec.qkv[0].name.rpartition(".")[0]
     heads = (spec.heads // spec.kv_heads, 1, 1)  # of a group: queries, keys, values
     for part in ("weight", "bias", "scales", "biases"):
-        joined = tensors.get(f"{prefix}.{stored}.{part}")
+        joined = tensors.get(f"{stored}.{part}")
         if joined is None or joined.shape[0] != spec.kv_heads * sum(heads) * spec.head_dim:
             continue
         del tensors[joined.name]

@@ -31,6 +31,7 @@ class ExpertNames:
     correction_rows: tuple[int, ...] = ()  # leading dimensions of its shape
     stacked_gate_up: str = "experts.gate_up_proj"  # for checkpoints that stack all experts in one tensor
     stacked_down: str = "experts.down_proj"
+    stacked: bool = False  # so do the family's files
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,12 @@ class MoeLayers:
         linears = (names.gate, names.up) if gated else (names.up,)
         gate_up = tuple(f"{expert}.{linear}.weight" for expert in experts for linear in linears)
         return (
-            StackSpec(f"{block}.{names.stacked_gate_up}", gate_up),
-            StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
+            StackSpec(f"{block}.{names.stacked_gate_up}", gate_up, published=names.stacked),
+            StackSpec(
+                f"{block}.{names.stacked_down}",
+                tuple(f"{expert}.{names.down}.weight" for expert in experts),
+                published=names.stacked,
+            ),
         )
 
     def _shared(self, prefix: str, config: ModelConfig) -> MlpSpec:

@@ -15,12 +15,14 @@ ScoringName = Literal["softmax", "sigmoid", "sigmoid_of_corrected", "sparse_mixe
 class StackSpec:
     """A checkpoint tensor [experts, rows, ...] that stacks `parts`, in order, with the same number of rows each.
 
-    transposed: the tensor is [experts, in_features, out_features], with one part for each expert.
+    transposed: the tensor is [experts, in_features, out_features], with one part for each expert. published: the
+    family's files have it, not its parts.
     """
 
     name: str
     parts: tuple[str, ...]
     transposed: bool = False
+    published: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, MlpSpec, N
 from mycli.runtime.utils.json_fields import Fields
 
 _HANDLED = ("final_logit_softcapping", "rope_parameters", "proportional", "partial_rotary_factor")
-_NAMES = ExpertNames("", router="router.proj")
+_NAMES = ExpertNames("", router="router.proj", stacked=True)
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},

@@ -56,12 +56,21 @@ class GptOssLayers:
         # are transposed.
         linears = ("gate_up_proj", "down_proj")
         stacks = [
-            StackSpec(f"{block}.experts.{linear}_{ending}", tuple(f"{name}.{linear}.{ending}" for name in names))
+            StackSpec(
+                f"{block}.experts.{linear}_{ending}",
+                tuple(f"{name}.{linear}.{ending}" for name in names),
+                published=not self.separate,
+            )
             for linear in linears
             for ending in _ENDINGS
         ]
         stacks += [
-            StackSpec(f"{block}.experts.{linear}", tuple(f"{name}.{linear}.weight" for name in names), transposed=True)
+            StackSpec(
+                f"{block}.experts.{linear}",
+                tuple(f"{name}.{linear}.weight" for name in names),
+                transposed=True,
+                published=not self.separate,
+            )
             for linear in linears
         ]
         router = LinearSpec(f"{block}.router", self.count, hidden, bias=True)

@@ -13,6 +13,7 @@ EXPERT_NAMES = ExpertNames(
     router="router.layer",
     stacked_gate_up="input_linear.weight",
     stacked_down="output_linear.weight",
+    stacked=True,
 )
 
 

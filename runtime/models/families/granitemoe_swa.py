@@ -8,7 +8,7 @@ from mycli.runtime.models.experts import ExpertNames
 from mycli.runtime.models.families import granite_swa, granitemoe, granitemoeshared
 from mycli.runtime.utils.json_fields import Fields
 
-_NAMES = ExpertNames("block_sparse_moe", router="router")
+_NAMES = ExpertNames("block_sparse_moe", router="router", stacked=True)
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -55,7 +55,12 @@ class Llama4Layers:
             gate_up = LinearSpec(f"{name}.gate_up_proj", 2 * expert.size, expert.gate_up[0].in_features)
             experts.append(replace(expert, gate_up=(gate_up,)))
         stacks = tuple(
-            StackSpec(f"{prefix}.experts.{linear}", tuple(f"{name}.{linear}.weight" for name in names), transposed=True)
+            StackSpec(
+                f"{prefix}.experts.{linear}",
+                tuple(f"{name}.{linear}.weight" for name in names),
+                transposed=True,
+                published=True,
+            )
             for linear in ("gate_up_proj", "down_proj")
         )
         return replace(spec, experts=tuple(experts), stacks=stacks)

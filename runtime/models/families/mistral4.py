@@ -6,7 +6,7 @@ from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, re
 from mycli.runtime.models.latent_layers import read_latent, with_latent_head
 from mycli.runtime.utils.json_fields import Fields
 
-_NAMES = ExpertNames(shared="shared_experts", shared_gate=None)
+_NAMES = ExpertNames(shared="shared_experts", shared_gate=None, stacked=True)
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

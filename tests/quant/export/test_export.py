@@ -23,7 +23,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.exports import dense_values, export_to
-from tests.support.families import CASES, make
+from tests.support.families import CASES, class_of, make
 from tests.support.models import CPU, random_model
 
 
@@ -115,6 +115,35 @@ def test_rounding_is_done_when_asked_and_says_what_it_cost(
     for name, tensor in before.items():
         lost = ((tensor - after[name]).square().sum() / tensor.square().sum()).item()
         assert lost == pytest.approx(errors.get(name, 0.0), rel=1e-3, abs=1e-12) and lost <= most
+
+
+# Of families whose files have the experts of a layer in one tensor, or queries, keys and values in one by key head.
+JOINED = (
+    "falcon-40b-biases-untied",
+    "gpt_neox-parallel",
+    "apertus-llama3",  # with tensors of one value, without axes
+    "gemma4-8top2",
+    "gpt_oss-8top1-tied",
+    "granitemoe-8top2",
+    "llama4-every-other-top2-biases-tied",
+    pytest.param("mistral4-beyond", marks=pytest.mark.slow),
+    pytest.param("granitemoe_swa-thetas-tied-biases", marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_transformers_finds_every_tensor_of_a_plain_folder(case: str, tmp_path: Path) -> None:
+    """It gives random values to tensors that it does not find, and warns."""
+    reference = make(tmp_path / "source", *CASES[case])
+    tokens = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+    done = export_to(tmp_path / "source", "safetensors:fp32", tmp_path / "out")
+    theirs, info = class_of(CASES[case][0]).from_pretrained(
+        done.path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, reference(tokens).logits)
+    assert same(dense_values(tmp_path / "source"), dense_values(done.path))
 
 
 def test_what_bf16_does_not_hold_fp32_does(copies: dict[str, Path], tmp_path: Path) -> None:
