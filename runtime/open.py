@@ -228,7 +228,7 @@ def draft_folder(
         return open_other(draft)
     if folder.mtp_head is None:
         kind = folder.config.model_type
-        cause = f"{kind} models have none" if folder.config.mtp is None else "the folder has no mtp.* tensors"
+        cause = f"{kind} models have none" if folder.config.mtp is None else "its files have no mtp.* tensors"
         raise ModelError(f"no multi-token prediction head: {cause}", code="other-draft")
     return folder.mtp_head
 

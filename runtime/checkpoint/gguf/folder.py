@@ -138,6 +138,10 @@ class GgufFolder(ModelFolder):
         return Manifest(self.path, tensors, self.files)
 
     @cached_property
+    def mtp_head(self) -> None:
+        """None: the blocks of a head behind the layers are not read."""
+
+    @cached_property
     def _joined(self) -> dict[str, tuple[TensorEntry, ...]]:
         model = self._model
         parts = {

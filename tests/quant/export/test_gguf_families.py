@@ -19,12 +19,14 @@ from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.gguf.architectures import architectures, written_architecture
 from mycli.runtime.checkpoint.gguf.rope import position_sections
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.config import MTP
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models import families
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
+from mycli.runtime.open import draft_folder
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, EMBEDDING
@@ -107,6 +109,33 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     }
     for tensor in reader.tensors:
         assert tensor.name in known or tensor.name.rpartition(".")[0] in known, tensor.name
+
+
+@pytest.mark.parametrize("name", ["falcon-7b", "gemma-gqa4:2"])
+def test_transformers_reads_the_plain_folder_of_a_file(name: str, tmp_path: Path) -> None:
+    """Its classes do not take every field, and read activations from a field of their own."""
+    request = _request(name, tmp_path, "f32")
+    file = open_model_folder(find_export_target("gguf:f32")[0].export(request, silent).path)
+    plain = replace(request, folder=file, target=tmp_path / "plain", variant="fp32")
+    written = find_export_target("safetensors")[0].export(plain, silent).path
+    tokens = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, actual = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+            for folder in (tmp_path / "hf", written)
+        )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_file_of_a_family_with_mtp_heads_has_none(tmp_path: Path) -> None:
+    """Its other tensors are not taken for those of a head."""
+    request = _request("qwen3_5-odd-heads-tied", tmp_path, "f32")
+    file = open_model_folder(find_export_target("gguf:f32")[0].export(request, silent).path)
+    assert request.folder.config.mtp is not None and file.mtp_head is None
+    with pytest.raises(ModelError, match=r"no multi-token prediction head: its files have no mtp\.\*"):
+        draft_folder(file, MTP, lambda name: file)
+    dense = replace(request, folder=file, target=tmp_path / "dense", variant="fp32")
+    find_export_target("safetensors")[0].export(dense, silent)
 
 
 def test_gains_of_head_norms_stay_in_fp32(tmp_path: Path) -> None:

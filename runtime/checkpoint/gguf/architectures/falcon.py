@@ -1,6 +1,7 @@
 """Falcon (7B): multi-query attention and a GELU MLP in parallel after one LayerNorm, q, k and v in one tensor."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, NORM_BIASES, Architecture
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, NORM_BIASES, Architecture, Config
+from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION
 from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, TensorRule
 from mycli.runtime.utils.json_fields import Fields
@@ -9,6 +10,16 @@ from mycli.runtime.utils.json_fields import Fields
 def is_small(metadata: Fields) -> bool:
     """Return whether a file has one head of keys and values, as 7B."""
     return metadata.integer("falcon.attention.head_count_kv", 1, low=1) == 1
+
+
+def read_config(model: GgufModel, config: Config) -> Config:
+    """Return the fields of all Falcons; removes `head_dim`, which their class does not take."""
+    del config["head_dim"]
+    return {
+        "hidden_act": "gelu",
+        "ffn_hidden_size": config["intermediate_size"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+    }
 
 
 ARCHITECTURE = Architecture(
@@ -28,5 +39,5 @@ ARCHITECTURE = Architecture(
     epsilon=LAYER_NORM_EPSILON,
     reads=lambda metadata, experts: is_small(metadata),
     writes=lambda config: len(config.layer_specs[0].attention.qkv) == 1,
-    read_config=lambda model, config: {"hidden_act": "gelu", "ffn_hidden_size": config["intermediate_size"]},
+    read_config=read_config,
 )

@@ -16,5 +16,5 @@ ARCHITECTURE = Architecture(
     },
     # llama.cpp takes the embedding as the head.
     model_tensors={name: rule for name, rule in GEMMA_MODEL_TENSORS.items() if name != "output"},
-    read_config=lambda model, config: {"hidden_activation": "gelu_pytorch_tanh"},
+    read_config=lambda model, config: {"hidden_act": "gelu_pytorch_tanh"},
 )
