@@ -63,6 +63,12 @@ RENAMES: Mapping[str, Renames] = {
         *((f".{part}_conv.conv.", f".{part}_conv1d.") for part in "qkv"),
     ),
     "bailing_moe": ((".mlp.gate.gate_proj.", ".mlp.gate."),),  # mlx-lm's
+    "gpt_neox": (  # mlx-lm's
+        ("model.h.", "gpt_neox.layers."),
+        ("model.embed_in.", "gpt_neox.embed_in."),
+        ("model.final_layer_norm.", "gpt_neox.final_layer_norm."),
+        ("model.embed_out.", "embed_out."),
+    ),
     "bailing_hybrid": (
         (".self_attn.forget_gate.", ".attention."),
         (".self_attn.o_proj.", ".attention.dense."),

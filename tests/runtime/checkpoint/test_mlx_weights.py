@@ -33,6 +33,7 @@ FAMILIES = (
     "granitemoehybrid-dense-odd-sizes-rope-biases-tied",
     "mixtral-4top2",
     "bailing_moe-8top2-biases",
+    "gpt_neox-parallel",
 )
 ROLES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 GAINS = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
@@ -51,6 +52,8 @@ def mlx_name(family: str, name: str) -> str:
         name = re.sub(r"\.([qkv])_conv1d\.", r".\1_conv.conv.", name)
     if family == "bailing_moe" and not name.endswith(".expert_bias"):
         name = name.replace(".mlp.gate.", ".mlp.gate.gate_proj.")
+    if family == "gpt_neox":
+        name = f"model.{name.removeprefix('gpt_neox.')}".replace("model.layers.", "model.h.")
     if family == "lfm2_moe":
         name = re.sub(r"\.feed_forward\.(w[123])\.", lambda found: f".feed_forward.{ROLES[found[1]]}.", name)
     return name
