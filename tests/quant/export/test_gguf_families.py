@@ -111,9 +111,9 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
         assert tensor.name in known or tensor.name.rpartition(".")[0] in known, tensor.name
 
 
-@pytest.mark.parametrize("name", ["falcon-7b", "gemma-gqa4:2"])
+@pytest.mark.parametrize("name", ["falcon-7b", "gemma-gqa4:2", "deepseek_v2-groups-odd-sizes-biases-tied"])
 def test_transformers_reads_the_plain_folder_of_a_file(name: str, tmp_path: Path) -> None:
-    """Its classes do not take every field, and read activations from a field of their own."""
+    """Its classes do not take every field, and have names of their own."""
     request = _request(name, tmp_path, "f32")
     file = open_model_folder(find_export_target("gguf:f32")[0].export(request, silent).path)
     plain = replace(request, folder=file, target=tmp_path / "plain", variant="fp32")

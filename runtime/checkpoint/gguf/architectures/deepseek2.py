@@ -30,6 +30,8 @@ def _mixture(config: ModelConfig) -> ExpertsSpec | None:
 
 
 def _read_experts(model: GgufModel, config: Config) -> Config:
+    # The name that other families have for n_routed_experts; transformers' DeepSeek V2 takes either, the last one.
+    config.pop("num_experts", None)
     groups = model.integer("expert_group_count", 1) or 1
     sizes = {
         "n_routed_experts": model.integer("expert_count", low=1),
@@ -40,7 +42,6 @@ def _read_experts(model: GgufModel, config: Config) -> Config:
         "n_group": groups,
         "topk_group": model.integer("expert_group_used_count", 1) or 1,
         "mlp_bias": any(name.endswith((".ffn_up.bias", ".ffn_up_shexp.bias")) for name in model.tensors),
-        "num_experts": 0,  # the name that other families have for n_routed_experts
     }
     default = SIGMOID if config["vocab_size"] == _GLM_VOCABULARY else SOFTMAX
     if model.integer("expert_gating_func", default) == SIGMOID:
