@@ -67,8 +67,8 @@ def _stacked_experts(spec: ExpertsSpec, shapes: Mapping[str, Shape]) -> Iterator
     for stack in spec.stacks:
         if stack.published and shapes.keys() >= {*stack.parts}:
             rows, *columns = shapes[stack.parts[0]]
-            each = (len(stack.parts) // count * rows, *columns)
-            shape = (count, *(each[::-1] if stack.transposed else each))
+            matrix = (len(stack.parts) // count * rows, *columns)
+            shape = (count, *(matrix[::-1] if stack.transposed else matrix))
             yield JoinedTensor(stack.name, shape, stack.parts, transposed=stack.transposed)
 
 

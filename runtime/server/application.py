@@ -28,7 +28,7 @@ from mycli.runtime.server.routes.props import props
 from mycli.runtime.server.routes.replies import resume
 from mycli.runtime.server.routes.rerank import rerank
 from mycli.runtime.server.routes.responses import input_tokens, responses
-from mycli.runtime.server.routes.score import score
+from mycli.runtime.server.routes.score import score_pairs
 from mycli.runtime.server.routes.slots import slots
 from mycli.runtime.server.routes.status import health, metrics, server_version
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
@@ -47,7 +47,7 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("GET", "/v1/models/{name:path}", show_served),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/v1/rerank", rerank),
-    ("POST", "/v1/score", score),
+    ("POST", "/v1/score", score_pairs),
     ("POST", "/infill", infill),
     ("POST", "/completion", native_completion),
     ("GET", "/props", props),

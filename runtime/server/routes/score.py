@@ -32,7 +32,7 @@ class ScoreRequest(PairOptions):
     documents: ScoredTexts | None = None
 
 
-async def score(service: Service, request: Request) -> Response:
+async def score_pairs(service: Service, request: Request) -> Response:
     """Return the score of each pair of texts."""
 
     def prepare(body: ScoreRequest) -> PairWork:

@@ -12,7 +12,7 @@ def is_small(metadata: Fields) -> bool:
     return metadata.integer("falcon.attention.head_count_kv", 1, low=1) == 1
 
 
-def read_config(model: GgufModel, config: Config) -> Config:
+def read_falcon_config(model: GgufModel, config: Config) -> Config:
     """Return the fields of all Falcons; removes `head_dim`, which their class does not take."""
     del config["head_dim"]
     return {
@@ -39,5 +39,5 @@ ARCHITECTURE = Architecture(
     epsilon=LAYER_NORM_EPSILON,
     reads=lambda metadata, experts: is_small(metadata),
     writes=lambda config: len(config.layer_specs[0].attention.qkv) == 1,
-    read_config=read_config,
+    read_config=read_falcon_config,
 )

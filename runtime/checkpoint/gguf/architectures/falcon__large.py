@@ -12,7 +12,7 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     if "blk.0.attn_norm_2.weight" not in model.tensors:
         raise model.metadata.fail("general.architecture", "'falcon' with groups of keys and one norm is not supported")
     return {
-        **falcon.read_config(model, config),
+        **falcon.read_falcon_config(model, config),
         "num_kv_heads": config["num_key_value_heads"],
         "new_decoder_architecture": True,
     }
