@@ -16,6 +16,7 @@ from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.formats.mlx import expert_stacks
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
@@ -34,29 +35,11 @@ _EXPERTS = {"afmoe": "experts", "dots1": "experts", "gpt_oss": "experts"}  # mlx
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     folder, weights = request.folder, Weights(request.folder)
-    if not folder.packings:
-        raise ModelError("the model is not quantized, which MLX needs", code="quantize-first")
-    if folder.config.has_recurrent:
-        raise ModelError(f"{folder.config.model_type}: MLX stores its convolutions differently", "")
-    if any(expert.gated and len(expert.gate_up) == 1 for expert in _first_experts(folder.config)):
-        raise ModelError(f"{folder.config.model_type}: MLX stores gate and up of its experts apart", "")
-    if folder.config.model_type == "llama4_text" and any(_first_experts(folder.config)):
-        raise ModelError("llama4_text: mlx-lm loads it without experts only", "")
+    _check_model(folder)
     dtype = torch_dtype(folder.config.dtype)
     groups = {name: _group(weights, name) for name in weights.linears if weights.packing(name) is not None}
-    shapes, written = dict(folder.config.tensors()), _written(folder.config)
-    plan: list[tuple[str, torch.dtype, Shape]] = []
-    for name, parts in written.items():
-        _check_alike(weights, parts, groups)
-        first, stack = parts[0], () if parts == (name,) else (len(parts),)
-        rows, *columns = shapes[first]
-        if first not in groups:
-            plan.append((name, weights.stored_dtype(first), (*stack, rows, *columns)))
-            continue
-        bits = weights.packings[first.removesuffix(".weight")].bits
-        plan.append((name, torch.uint32, (*stack, rows, columns[0] * bits // _WORD)))
-        side = (*stack, rows, columns[0] // groups[first])
-        plan += [(f"{name.removesuffix('weight')}{part}", dtype, side) for part in ("scales", "biases")]
+    written = _written(folder.config)
+    plan = list(_planned(weights, written, groups, dtype, dict(folder.config.tensors())))
     rounded: list[Rounded] = []
 
     def values(name: str) -> dict[str, Tensor]:
@@ -80,6 +63,41 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
     kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
     return Exported(request.target, nbytes, kinds, rounded, without_mtp_head(request.folder))
+
+
+def _check_model(folder: ModelFolder) -> None:
+    config, kind = folder.config, folder.config.model_type
+    if not folder.packings:
+        raise ModelError("the model is not quantized, which MLX needs", code="quantize-first")
+    if kind == "baichuan":
+        raise ModelError("baichuan: mlx-lm has no such model", "")
+    if config.has_recurrent:
+        raise ModelError(f"{kind}: MLX stores its convolutions differently", "")
+    if any(expert.gated and len(expert.gate_up) == 1 for expert in _first_experts(config)):
+        raise ModelError(f"{kind}: MLX stores gate and up of its experts apart", "")
+    if kind == "llama4_text" and any(_first_experts(config)):
+        raise ModelError("llama4_text: mlx-lm loads it without experts only", "")
+
+
+def _planned(
+    weights: Weights,
+    written: Mapping[str, Sequence[str]],
+    groups: Mapping[str, int],
+    dtype: torch.dtype,
+    shapes: Mapping[str, Shape],
+) -> Iterator[tuple[str, torch.dtype, Shape]]:
+    # Name, dtype and shape of every tensor in the file. Raises ModelError for experts that differ.
+    for name, parts in written.items():
+        _check_alike(weights, parts, groups)
+        first, stack = parts[0], () if tuple(parts) == (name,) else (len(parts),)
+        rows, *columns = shapes[first]
+        if first not in groups:
+            yield name, weights.stored_dtype(first), (*stack, rows, *columns)
+            continue
+        bits = weights.packings[first.removesuffix(".weight")].bits
+        yield name, torch.uint32, (*stack, rows, columns[0] * bits // _WORD)
+        for part in ("scales", "biases"):
+            yield f"{name.removesuffix('weight')}{part}", dtype, (*stack, rows, columns[0] // groups[first])
 
 
 def _first_experts(config: ModelConfig) -> Iterator[MlpSpec]:

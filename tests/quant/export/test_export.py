@@ -247,6 +247,17 @@ def test_a_dtype_has_one_name(tmp_path: Path) -> None:
         assert config["dtype"] == dtype and "torch_dtype" not in config
 
 
+def test_mlx_has_no_baichuan(tmp_path: Path) -> None:
+    model_type, changes = CASES["baichuan-mha"]
+    make(tmp_path / "dense", model_type, {**changes, "hidden_size": 64, "intermediate_size": 64})
+    work = planning.plan_quantization(
+        Source("dense", tmp_path / "dense"), Recipe(method="rtn", group=32), report="none"
+    )
+    packed = pipeline.quantize(work, tmp_path / "int4", CPU).folder
+    with pytest.raises(ModelError, match="baichuan: mlx-lm has no such model"):
+        export_to(packed, "mlx", tmp_path / "mlx")
+
+
 def test_biases_that_mlx_would_round_are_refused() -> None:
     """Scales may fit bf16 when offsets, which become biases, do not."""
     offsets = torch.full((4, 1), 1.0 + 2**-10)
