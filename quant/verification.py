@@ -1,7 +1,8 @@
 """Compares what another program reads from a model with the expected weights, and its logits with ours."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,14 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.readers import Names, Reading, ReadWeight
 from mycli.quant.readers._digests import row_digests
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint, file_order
+from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
 
 TOKENS = 16  # of the passes whose logits are compared
 MISSING = "the program has no such weight"
@@ -139,53 +143,60 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their GGUF names, with rows and columns in the order of the file; experts as one stack."""
     config, weights = folder.config, Weights(folder)
     architecture = written_architecture(config)
-    stored: dict[str, str] = {}
-    if isinstance(weights.checkpoint, GgufCheckpoint):
-        weights.checkpoint.factors = {}  # tensors of their own for other programs
-        if weights.checkpoint.architecture.name == architecture.name:
-            stored = {name: entry.name for name, entry in weights.checkpoint.manifest.tensors.items()}
-    stacks: dict[str, dict[int, Tensor]] = {}
-    counts: dict[str, int] = {}
+    stored = _stored_names(weights, architecture)
     places = {name: architecture.place(name, stored.get(name, "")) for name, _ in config.tensors()}
-    for place in places.values():
-        if place is not None and place.expert is not None:
-            counts[place.name] = counts.get(place.name, 0) + 1
+    experts = Counter(place.name for place in places.values() if place is not None and place.expert is not None)
+    stacks: dict[str, dict[int, Tensor]] = {}
     for name, place in places.items():
         if place is None:
             raise ModelError(f"{name}: GGUF has no tensor for it in the architecture {architecture.name}", "")
         if place.in_metadata:
             continue
-        rule, values = place.rule, weights.dense(name).float()
-        factors = architecture.factors(config, name)
-        values = values * torch.tensor(factors).unsqueeze(1) if factors else values
-        values = values if rule.change is None else rule.change.store(values)
-        values = values.squeeze() if values.dim() > 2 else values
-        if rule.padded_rows is not None:
-            values = torch.cat((values, padding(config, rule, values)))
-        if rule.column_order is not None:
-            values = values[:, file_order(rule.column_order, config, values.shape[1])]
-        if rule.row_order is not None:
-            values = values[file_order(rule.row_order, config, len(values))]
+        values = _as_stored(weights.dense(name).float(), place.rule, config, architecture.factors(config, name))
         if place.expert is not None:
             stack = stacks.setdefault(place.name, {})
             stack[place.expert] = values
-            if len(stack) == counts[place.name]:
-                whole = torch.stack([stack[index] for index in sorted(stack)])
-                if "{expert}" in rule.name and rule.more_names:  # gate and up of an expert follow one another
-                    whole = whole.view(-1, (1 + len(rule.more_names)) * whole.shape[1], *whole.shape[2:])
-                elif rule.more_names and rule.stored_shape is None:
-                    whole = whole.flatten(0, 1)
-                yield place.name, whole
-                del stacks[place.name]
-            continue
-        if rule.by_head:
+            if len(stack) == experts[place.name]:
+                yield place.name, _stacked(place.rule, stacks.pop(place.name))
+        elif place.rule.by_head:
             yield from zip(place.names, split_by_head(config, values), strict=True)
-            continue
-        first = len(values) if rule.first_rows is None else rule.first_rows(config)
-        parts = [values] if first == len(values) else [values[:first], values[first:]]
-        yield from zip(place.names, parts, strict=True)
-        if name == EMBEDDING_TENSOR and architecture.own_head and config.tie_embeddings:
-            yield HEAD, values
+        else:
+            first = len(values) if place.rule.first_rows is None else place.rule.first_rows(config)
+            parts = [values] if first == len(values) else [values[:first], values[first:]]
+            yield from zip(place.names, parts, strict=True)
+            if name == EMBEDDING_TENSOR and architecture.own_head and config.tie_embeddings:
+                yield HEAD, values
+
+
+def _stored_names(weights: Weights, architecture: Architecture) -> dict[str, str]:
+    # The names in the file by those of the model; only a file of this architecture has them.
+    if not isinstance(weights.checkpoint, GgufCheckpoint):
+        return {}
+    weights.checkpoint.factors = {}  # tensors of their own for other programs
+    if weights.checkpoint.architecture.name != architecture.name:
+        return {}
+    return {name: entry.name for name, entry in weights.checkpoint.manifest.tensors.items()}
+
+
+def _as_stored(values: Tensor, rule: TensorRule, config: ModelConfig, factors: Sequence[float]) -> Tensor:
+    # With the values, rows and columns of the file.
+    values = values * torch.tensor(factors).unsqueeze(1) if factors else values
+    values = values if rule.change is None else rule.change.store(values)
+    values = values.squeeze() if values.dim() > 2 else values
+    if rule.padded_rows is not None:
+        values = torch.cat((values, padding(config, rule, values)))
+    if rule.column_order is not None:
+        values = values[:, file_order(rule.column_order, config, values.shape[1])]
+    if rule.row_order is not None:
+        values = values[file_order(rule.row_order, config, len(values))]
+    return values
+
+
+def _stacked(rule: TensorRule, experts: Mapping[int, Tensor]) -> Tensor:
+    whole = torch.stack([experts[index] for index in sorted(experts)])
+    if "{expert}" in rule.name and rule.more_names:  # gate and up of an expert follow one another
+        return whole.view(-1, (1 + len(rule.more_names)) * whole.shape[1], *whole.shape[2:])
+    return whole.flatten(0, 1) if rule.more_names and rule.stored_shape is None else whole
 
 
 def _joined(weights: Iterator[tuple[str, Tensor]], read: Collection[str]) -> Iterator[tuple[str, Tensor]]:

@@ -189,7 +189,6 @@ def _run(
     url: str,
     log: Callable[[str], None],
 ) -> None:
-    from mycli.runtime.engine.pass_choices import pass_choices
     from mycli.runtime.server.application import application
     from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
     from mycli.runtime.server.service import Service
@@ -198,7 +197,6 @@ def _run(
     card = model_card(loaded.source.open())
     settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name), card=card)
     engine = loaded.engine
-    sequences = engine.shape.blocks * engine.shape.block_size // engine.context
     worker = EngineWorker(engine, settings.limits.waiting, call.out.warn, lambda: server.end())
     service = Service(settings, loaded.model, worker, int(time.time()))
 
@@ -209,25 +207,7 @@ def _run(
             call.out.note(f"stopping after {replies}; press Ctrl-C again to stop now")
 
     def ready() -> None:
-        answer = {
-            "url": url,
-            "model": service.name,
-            "context": engine.context,
-            "sequences": max_sequences,
-            "full_length": sequences,
-            "passes": passes_json(pass_choices(loaded.model.runner)),
-        }
-        if call.out.json_mode:
-            call.out.json_record(answer)
-        else:
-            cache = f"the cache holds {pluralize(sequences, 'sequence')} of {engine.context} tokens"
-            if not loaded.longest_context:
-                cache += f" (--ctx allows up to {loaded.model.runner.config.max_context})"
-            holds = f"up to {pluralize(max_sequences, 'reply')} concurrently; {cache}"
-            if loaded.model.runner.config.bidirectional:  # has no cache
-                results = "vectors of texts" if loaded.model.cross_encoder is None else "scores of pairs"
-                holds = f"{results} of up to {engine.context} tokens"
-            call.out.result(f"{url} · {service.name} · {holds}")
+        _announce(call, url, service.name, loaded, max_sequences)
 
     server = DrainingServer(application(service, log), settings.limits, drain, lambda: service.busy, worker.cancel_all)
     record = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
@@ -243,3 +223,30 @@ def _run(
         service.close()
     if worker.dead:
         raise UserError(f"the server stopped: {worker.failed}", "start it again; with -v it logs every request")
+
+
+def _announce(call: Call, url: str, name: str, loaded: "OpenedModel", max_sequences: int) -> None:
+    from mycli.runtime.engine.pass_choices import pass_choices
+
+    engine, config = loaded.engine, loaded.model.runner.config
+    sequences = engine.shape.blocks * engine.shape.block_size // engine.context
+    if call.out.json_mode:
+        call.out.json_record(
+            {
+                "url": url,
+                "model": name,
+                "context": engine.context,
+                "sequences": max_sequences,
+                "full_length": sequences,
+                "passes": passes_json(pass_choices(loaded.model.runner)),
+            }
+        )
+        return
+    cache = f"the cache holds {pluralize(sequences, 'sequence')} of {engine.context} tokens"
+    if not loaded.longest_context:
+        cache += f" (--ctx allows up to {config.max_context})"
+    holds = f"up to {pluralize(max_sequences, 'reply')} concurrently; {cache}"
+    if config.bidirectional:  # has no cache
+        results = "vectors of texts" if loaded.model.cross_encoder is None else "scores of pairs"
+        holds = f"{results} of up to {engine.context} tokens"
+    call.out.result(f"{url} · {name} · {holds}")

@@ -141,22 +141,26 @@ class Guard:
             await self._refuse(internal_error(), scope, receive, reply)
         finally:
             self._server.requests -= counted
-            record = RequestRecord(
-                arrived,
-                self._client(scope, headers),
-                request_id,
-                scope["method"],
-                one_line(scope["path"], 100),
-                self._server.name,
-                status,
-                time.perf_counter() - began,
-                state.get("figures"),
-                state.get("omitted", ()),
-                state["share"].name if "share" in state else "",
-                _missed(state.get("difference")),
-            )
             if not state.get("forwarded"):  # the server that answered it has logged it, with its figures
-                self._log(record.line(self._server.settings.log_format))
+                self._log_request(scope, headers, status, arrived, time.perf_counter() - began)
+
+    def _log_request(self, scope: Scope, headers: Headers, status: int, arrived: datetime, seconds: float) -> None:
+        state = scope["state"]
+        record = RequestRecord(
+            arrived,
+            self._client(scope, headers),
+            state["request_id"],
+            scope["method"],
+            one_line(scope["path"], 100),
+            self._server.name,
+            status,
+            seconds,
+            state.get("figures"),
+            state.get("omitted", ()),
+            state["share"].name if "share" in state else "",
+            _missed(state.get("difference")),
+        )
+        self._log(record.line(self._server.settings.log_format))
 
     def _add_headers(self, answer: MutableHeaders, state: Mapping[str, Any], headers: Headers) -> None:
         """Add the headers of every response to `answer`; headers: those of the request."""
