@@ -142,7 +142,7 @@ def evaluate(
 def evaluate_each(
     models: Sequence[ScoredModel],
     text: TokenWindows,
-    reference: ScoredModel | None = None,
+    reference: ScoredModel | None,
     progress: ReportProgress = silent,
     *,
     same_blocks: bool = False,

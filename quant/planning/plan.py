@@ -210,9 +210,7 @@ def require_gradients(config: ModelConfig) -> None:
         )
 
 
-def check_resources(
-    work: QuantizationPlan, target: Path, *, overwrite: bool = False, work_folder: Path | None = None
-) -> None:
+def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool, work_folder: Path | None = None) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
     check_target(target, overwrite, work.source.folder)
     require_disk(work.disk_needs(target, work_folder))

@@ -134,7 +134,7 @@ def tune_model(
     seed: int,
     progress: ReportProgress = silent,
     *,
-    codes: bool = False,
+    codes: bool,
 ) -> Tuned:
     """Tune `blocks` of `model` (the original) and of a quantized head; one more may be returned, for the final norm.
 

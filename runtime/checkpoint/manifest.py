@@ -74,7 +74,7 @@ class Manifest:
 
     @classmethod
     def from_files(
-        cls, folder: Path, files: Mapping[str, StoredFile], index: Mapping[str, str] | None = None
+        cls, folder: Path, files: Mapping[str, StoredFile], index: Mapping[str, str] | None
     ) -> "Manifest":
         """Read and check the headers of `files`, whose tensors must be in the files that `index` names."""
         tensors: dict[str, TensorEntry] = {}

@@ -188,7 +188,7 @@ def run_layers(
     return x
 
 
-def pass_context(batch: Batch, rope: Rope, cache: KVCache, per_layer_inputs: Tensor | None = None) -> PassContext:
+def pass_context(batch: Batch, rope: Rope, cache: KVCache, per_layer_inputs: Tensor | None) -> PassContext:
     """Return what the layers share in a pass over `batch`; per_layer_inputs: [1, T, layers, width]."""
 
     def inputs_of(layer: int) -> Tensor:
