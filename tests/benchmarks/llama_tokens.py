@@ -56,7 +56,7 @@ PROMPTS, PROMPT, REPLY = 20, 24, 24
 # llama.cpp rounds keys and values to 16 bits unless asked not to; experts with close scores then change places.
 _CACHE = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
 # The 25 layers of this case enlarge small differences, so our pass computes its gates as llama.cpp does.
-GATED = "gemma3n-sparse-lent"
+GATED = "gemma3n-sparse-shared-kv"
 WAIT = 120  # seconds until the server must be ready
 _SIZE = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 _SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

@@ -58,8 +58,8 @@ NAMED = (
     "phi3-longrope-beyond-tied",
     "gemma2-mqa-low-caps-untied",
     "gemma3-window7-tied",
-    "gemma3n-sparse-lent",
-    "gemma4-told-lent-double",
+    "gemma3n-sparse-shared-kv",
+    "gemma4-ple-shared-kv-double",
     "gemma4-keys-are-values-untied",
     "gemma4_unified-tied",
     "smollm3-untied-window",
@@ -107,7 +107,7 @@ KINDS = (
 # and multipliers, no gate. Unusual norms are tested with AWQ, which folds scales into them.
 COPIED = (
     ("olmo2-gqa4:2", "awq", 8),
-    ("gemma4-told-lent-double", "awq", 8),
+    ("gemma4-ple-shared-kv-double", "awq", 8),
     ("phi3-gqa4:2", "gptq", 4),
     ("gemma3-window7-tied", "awq", 8),
     ("granite-tied-biases", "awq", 8),

@@ -108,7 +108,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "gemma4-told-lent-double": (
+    "gemma4-ple-shared-kv-double": (
         "gemma4_text",
         {
             **GEMMA4,
@@ -132,7 +132,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "gemma3n-sparse-lent": (
+    "gemma3n-sparse-shared-kv": (
         "gemma3n_text",
         {
             **IDS,

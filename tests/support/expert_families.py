@@ -96,7 +96,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4-8top2": ("gemma4_text", GEMMA4_EXPERTS),
-    "gemma4-experts-told-lent-double-untied": (
+    "gemma4-experts-ple-shared-kv-double-untied": (
         "gemma4_text",
         {
             **GEMMA4_EXPERTS,

@@ -11,8 +11,8 @@ from tests.support.paths import PICO
 _ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 # What llama.cpp assumes for a family, or published models have.
 CHANGES: dict[str, dict[str, Any]] = {
-    "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4090, "num_kv_shared_layers": 2},
-    "gemma3n-sparse-lent": {
+    "gemma4-ple-shared-kv-double": {"vocab_size_per_layer_input": 4090, "num_kv_shared_layers": 2},
+    "gemma3n-sparse-shared-kv": {
         **{"num_hidden_layers": 25, "num_kv_shared_layers": 5, "vocab_size_per_layer_input": 4090},
         **{"laurel_rank": 64, "hidden_size_per_layer_input": 256, "tie_word_embeddings": True},
         "layer_types": 5 * (4 * ["sliding_attention"] + ["full_attention"]),
@@ -99,8 +99,8 @@ NAMES = (
     "gemma-gqa4:2",
     "gemma2-window7-tied",
     "gemma3-window7-tied",
-    "gemma3n-sparse-lent",
-    "gemma4-told-lent-double",
+    "gemma3n-sparse-shared-kv",
+    "gemma4-ple-shared-kv-double",
     "gemma4-keys-are-values-untied",
     "gemma4-8top2",
     "smollm3-tied",

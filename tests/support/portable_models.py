@@ -26,7 +26,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1-multipliers": {"mamba_d_ssm": 128, "mamba_d_head": 32},
     "kimi_linear-8top3": {"qk_rope_head_dim": 32, "num_local_experts": 32},
     "bailing_hybrid-8top3": {"qk_rope_head_dim": 32, "num_experts": 32},
-    "gemma4-told-lent-double": {"head_dim": 32, "global_head_dim": 64},
+    "gemma4-ple-shared-kv-double": {"head_dim": 32, "global_head_dim": 64},
     "glm4-half-turned": {"head_dim": 64},
     **dict.fromkeys(("llama-biases", "olmo2-mha-tied-biases", "granite-multipliers", "lfm2-tied"), {}),
 }

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("quick_configs")
 WRITTEN = {family: known for known in architectures() for family in known.written_types}
 # The quick ones cover every way in which GGUF differs.
 QUICK = (
-    *("llama-rope-llama3", "olmo3-window7", "gemma4-told-lent-double", "ministral3-beyond", "granite-multipliers"),
+    *("llama-rope-llama3", "olmo3-window7", "gemma4-ple-shared-kv-double", "ministral3-beyond", "granite-multipliers"),
     *("cohere2-window7-tied", "gpt_oss-window7-gqa4:2", "ernie4_5_moe-8top3-tied", "qwen3_5-odd-heads-tied"),
     *("qwen3_next-8top3", "lfm2_moe-8top3-tied", "granitemoehybrid-8top3", "nemotron_h-every-kind"),
     *(
@@ -280,8 +280,12 @@ UNLOADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi3-window": ("phi3-gqa4:2", {"sliding_window": 16}, "sliding window"),
     "dots1-grouped-queries": ("dots1-8top2", {"num_key_value_heads": 2}, "key-value heads"),
     "qwen3_5-wide-values": ("qwen3_5-odd-heads-tied", {"linear_value_head_dim": 40}, "one size"),
-    "gemma4-large-table": ("gemma4-told-lent-double", {"vocab_size_per_layer_input": 4097}, "at most vocab_size"),
-    "gemma4-lent-otherwise": ("gemma4-told-lent-double", {"num_kv_shared_layers": 3}, "full attention in the last"),
+    "gemma4-large-table": ("gemma4-ple-shared-kv-double", {"vocab_size_per_layer_input": 4097}, "at most vocab_size"),
+    "gemma4-shared-kv-otherwise": (
+        "gemma4-ple-shared-kv-double",
+        {"num_kv_shared_layers": 3},
+        "full attention in the last",
+    ),
     "deepseek_v2-groups": (
         "deepseek_v2-groups-odd-sizes-biases-tied",
         {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
@@ -341,7 +345,7 @@ def test_a_tied_head_is_written_where_llama_cpp_requires_one(tmp_path: Path) -> 
     assert (tensors["output.weight"].data == tensors["token_embd.weight"].data).all()
 
 
-@pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
+@pytest.mark.parametrize("name", ["gemma3n-sparse-shared-kv", "gemma4-ple-shared-kv-double"])
 def test_tokens_without_per_layer_inputs_get_those_of_the_first(name: str, tmp_path: Path) -> None:
     """llama.cpp reads a row of the table for every token."""
     module, _ = find_export_target("gguf:q8_0")
@@ -355,7 +359,7 @@ def test_tokens_without_per_layer_inputs_get_those_of_the_first(name: str, tmp_p
 def test_tensors_that_llama_cpp_requires_and_does_not_read_are_zeros(tmp_path: Path) -> None:
     """Files of Gemma 3n have them in layers that read the keys and values of another; the model is read without."""
     module, _ = find_export_target("gguf:f32")
-    request = _request("gemma3n-sparse-lent", tmp_path, "f32")
+    request = _request("gemma3n-sparse-shared-kv", tmp_path, "f32")
     path = module.export(request, silent).path
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for part in ("attn_k", "attn_v", "attn_k_norm"):

@@ -100,7 +100,7 @@ def test_an_interrupted_run_gives_the_same_bytes(
 
 def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
     """Its rows are the only ones that the file repeats, for tokens of images and sounds."""
-    make_exported(tmp_path / "hf", "gemma4-told-lent-double", intermediate_size=96)
+    make_exported(tmp_path / "hf", "gemma4-ple-shared-kv-double", intermediate_size=96)
     original = open_model_folder(tmp_path / "hf")
     target, table = tmp_path / "small.gguf", f"{original.config.per_layer_table().name}.weight"
     quantize_gguf(plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, report="none"), target, CPU)

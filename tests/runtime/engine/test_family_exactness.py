@@ -38,7 +38,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1-multipliers": {"mamba_d_ssm": 128, "mamba_d_head": 32},
     "kimi_linear-8top3": {"qk_rope_head_dim": 32, "num_local_experts": 32},
     "bailing_hybrid-8top3": {"qk_rope_head_dim": 32, "num_experts": 32},
-    "gemma3n-sparse-lent": {"vocab_size_per_layer_input": 4096, "head_dim": 32, "laurel_rank": 32},
+    "gemma3n-sparse-shared-kv": {"vocab_size_per_layer_input": 4096, "head_dim": 32, "laurel_rank": 32},
     "diffllama-gqa4:2": {},
     "doge-gqa4:2-window7-tied-biases": {"head_dim": 32},
 }

@@ -47,7 +47,7 @@ NAMES = tuple(name for name in CASES if "dynamic" not in name)
 GRID = [(name, seed) for name in NAMES for seed in range(2)]
 GRID += [(name, seed) for name in HEADS for seed in range(2, 8)]
 QUICK = [
-    ("gemma3n-sparse-lent", 1),
+    ("gemma3n-sparse-shared-kv", 1),
     ("deepseek_v2-yarn", 1),
     ("qwen3_5-delta", 3),
     ("qwen3_5-delta", 5),

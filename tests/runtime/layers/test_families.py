@@ -91,7 +91,7 @@ def test_names_of_transformers_in_memory_are_read(model_type: str, tmp_path: Pat
 
 def test_tokens_without_per_layer_inputs_take_the_first_row(tmp_path: Path) -> None:
     """Gemma 3n's tokens of images and sounds; a prompt of token ids may hold them, and so may a reply."""
-    model_type, changes = CASES["gemma3n-sparse-lent"]
+    model_type, changes = CASES["gemma3n-sparse-shared-kv"]
     reference = make(tmp_path, model_type, {**changes, "vocab_size_per_layer_input": 90})
     model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.arange(SMALL["vocab_size"] - TOKENS, SMALL["vocab_size"])[None]
@@ -136,7 +136,7 @@ def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
 STEPS, BEGUN = 64, 9
 # Greedy replies are compared by default for these, for the others with -m slow: windows shorter than the text and a
 # logit cap, shared keys and values, parallel attention and MLP.
-REPLIES = ("gemma2-mqa-low-caps-untied", "gemma4-told-lent-double", "cohere2-window7-tied")
+REPLIES = ("gemma2-mqa-low-caps-untied", "gemma4-ple-shared-kv-double", "cohere2-window7-tied")
 # Length-dependent rotary: transformers rotates the first tokens differently from the following ones.
 LENGTHS = (
     "llama-rope-dynamic-beyond",

@@ -33,7 +33,7 @@ SIZES = (80, 1, 1, 7, 1)  # pass sizes: above the row limit of native calls, sin
 MIXTURES = [
     case
     for case, (_, changes) in CASES.items()
-    if any("experts" in key for key in changes) and case != "gemma4-experts-told-lent-double-untied"
+    if any("experts" in key for key in changes) and case != "gemma4-experts-ple-shared-kv-double-untied"
 ]
 WIDE = {
     **SMALL,

@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_experts": 8, "moe_intermediate_size": [32] * 4},
         "moe_intermediate_size = 32 is not supported",
     ),
-    "hunyuan-lent": ("hunyuan_v1_moe", {"num_experts": 8, "use_cla": True}, "use_cla"),
+    "hunyuan-shared-kv": ("hunyuan_v1_moe", {"num_experts": 8, "use_cla": True}, "use_cla"),
     "minimax-turned-beyond": ("minimax_m2", {"rotary_dim": 256}, "rotary_dim"),
     "granite-zero": ("granite", {"logits_scaling": 0}, "logits_scaling"),
     "multiplier-elsewhere": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),

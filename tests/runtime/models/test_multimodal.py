@@ -305,7 +305,7 @@ def test_perception_lm_with_its_encoder(tmp_path: Path) -> None:
 
 def test_gemma_3n_with_its_encoders(tmp_path: Path) -> None:
     """Read the text model beside encoders that transformers builds only with another package."""
-    reference = make(tmp_path, *CASES["gemma3n-sparse-lent"])
+    reference = make(tmp_path, *CASES["gemma3n-sparse-shared-kv"])
     text = json.loads((tmp_path / "config.json").read_text())
     raw = {"model_type": "gemma3n", "text_config": text, "vision_config": {}, "audio_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -62,7 +62,7 @@ OTHER_VALUES = {
 
 # The converter writes them, in shapes that llama.cpp does not load.
 UNLOADABLE = {
-    *("dots1-8top2", "exaone4-window7", "gemma3n-sparse-lent", "gemma4-told-lent-double", "mellum-window7"),
+    *("dots1-8top2", "exaone4-window7", "gemma3n-sparse-shared-kv", "gemma4-ple-shared-kv-double", "mellum-window7"),
     *("granitemoehybrid-dense-odd-sizes-rope-biases-tied", "phimoe-window7-tied-biases"),
     *("qwen3_5-delta", "qwen3_5_moe-8top3", "qwen3_next-8top3"),
 }
@@ -84,7 +84,7 @@ def test_the_keys_written_are_the_converters(name: str) -> None:
 
 # What is written for these is read otherwise, which makes no difference to the logits: a share of gates with another
 # rounding, a scaling by 1; the parameters of xIELU are no metadata but tensors.
-READ_OTHERWISE = {"gemma3n-sparse-lent", "bitnet-gqa4:2", "apertus-llama3"}
+READ_OTHERWISE = {"gemma3n-sparse-shared-kv", "bitnet-gqa4:2", "apertus-llama3"}
 
 
 @pytest.mark.parametrize("name", sorted(FACTS.keys() - READ_OTHERWISE))
@@ -182,7 +182,7 @@ def test_a_fused_tensor_that_does_not_fit_is_an_error(name: str, rows: int, mess
         gguf_folder({**facts, "tensors": {**facts["tensors"], name: [64, rows]}})
 
 
-@pytest.mark.parametrize("name", ["gemma3n-sparse-lent", "gemma4-told-lent-double"])
+@pytest.mark.parametrize("name", ["gemma3n-sparse-shared-kv", "gemma4-ple-shared-kv-double"])
 def test_keys_and_values_that_nothing_reads_are_skipped(name: str) -> None:
     """Published files have them in layers that read those of another layer."""
     facts, parts = FACTS[name], ("attn_k", "attn_v", "attn_k_norm")

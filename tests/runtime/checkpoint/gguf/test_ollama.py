@@ -39,7 +39,7 @@ FILES: dict[str, tuple[str, dict[str, str], dict[str, str], dict[str, Any]]] = {
         {"attn_gate": "attn_g"},
         {},
     ),
-    "gemma3n-sparse-lent": ("gemma3n", {"rope.freq_base_swa": "rope.freq_base_local"}, {}, {}),
+    "gemma3n-sparse-shared-kv": ("gemma3n", {"rope.freq_base_swa": "rope.freq_base_local"}, {}, {}),
     "qwen3_5-delta": ("qwen35", {}, {r"ssm_dt\.bias": "ssm_dt"}, {"attention.head_count_kv": [0, 0, 0, 2]}),
     "qwen3_5_moe-8top3": ("qwen35moe", {}, {r"ssm_dt\.bias": "ssm_dt"}, {"attention.head_count_kv": [0, 0, 0, 2]}),
     "qwen3_next-8top3": ("qwen3next", {}, {r"ssm_dt\.bias": "ssm_dt"}, {"attention.head_count_kv": [0, 0, 0, 2]}),

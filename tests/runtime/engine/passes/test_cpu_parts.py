@@ -57,7 +57,7 @@ def compiled() -> None:
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "llama-biases": {},
     "gemma2-mqa-low-caps-untied": HEAD,
-    "gemma4-told-lent-double": {"head_dim": 32, "global_head_dim": 64},
+    "gemma4-ple-shared-kv-double": {"head_dim": 32, "global_head_dim": 64},
     "olmo2-mha-tied-biases": {},
     "granite-multipliers": {},
     "hunyuan-alpha": HEAD,
@@ -67,7 +67,7 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
     "arcee-yarn": HEAD,
     "ministral3-beyond": HEAD,
 }
-PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "per-layer inputs"], "cohere2-window7-tied": ["parallel"]}
+PARTS = {"gemma4-ple-shared-kv-double": ["attention", "mlp", "per-layer inputs"], "cohere2-window7-tied": ["parallel"]}
 
 
 @pytest.mark.parametrize(("case", "kv"), list(zip(WHOLE, cycle(KINDS))), ids=str)
