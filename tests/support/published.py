@@ -4,6 +4,7 @@
 token, as published, with the embeddings unless `embeddings` is false.
 """
 
+import gc
 import json
 from functools import cache
 from typing import Any
@@ -22,7 +23,16 @@ PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_
 @cache
 def published(name: str) -> ModelConfig:
     """Return the configuration of a published model; one with many experts takes a moment."""
-    return ModelFolder.from_config(Fields(PUBLISHED[name]["config"], "config.json")).config
+    # All of them are a million objects that live until the end: to search them for garbage took most of the time.
+    searched = gc.isenabled()
+    gc.disable()
+    try:
+        config = ModelFolder.from_config(Fields(PUBLISHED[name]["config"], "config.json")).config
+        gc.freeze()
+    finally:
+        if searched:
+            gc.enable()
+    return config
 
 
 def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> MemoryPlan:
