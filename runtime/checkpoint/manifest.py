@@ -73,9 +73,7 @@ class Manifest:
         return replace(manifest, warnings=tuple(warnings))
 
     @classmethod
-    def from_files(
-        cls, folder: Path, files: Mapping[str, StoredFile], index: Mapping[str, str] | None
-    ) -> "Manifest":
+    def from_files(cls, folder: Path, files: Mapping[str, StoredFile], index: Mapping[str, str] | None) -> "Manifest":
         """Read and check the headers of `files`, whose tensors must be in the files that `index` names."""
         tensors: dict[str, TensorEntry] = {}
         for file in files.values():

@@ -4,7 +4,6 @@
 token, as published, with the embeddings unless `embeddings` is false.
 """
 
-import gc
 import json
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
+from mycli.runtime.utils.memory import gc_freeze, gc_paused
 from tests.support.paths import ROOT
 
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_models.json").read_text())
@@ -24,14 +24,9 @@ PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_
 def published(name: str) -> ModelConfig:
     """Return the configuration of a published model; one with many experts takes a moment."""
     # All of them are a million objects that live until the end: to search them for garbage took most of the time.
-    searched = gc.isenabled()
-    gc.disable()
-    try:
+    with gc_paused():
         config = ModelFolder.from_config(Fields(PUBLISHED[name]["config"], "config.json")).config
-        gc.freeze()
-    finally:
-        if searched:
-            gc.enable()
+        gc_freeze()
     return config
 
 
