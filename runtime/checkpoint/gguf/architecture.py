@@ -102,6 +102,7 @@ class Architecture:
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
     default_epsilon: float | None = None  # of a file without the key; None: it is required
+    epsilon_field: str = "rms_norm_eps"  # of config.json
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     # Keys of a text part, from what its config.json says about images.
@@ -330,7 +331,7 @@ class Architecture:
             "intermediate_size": self._integer(model, "feed_forward_length"),
             "vocab_size": embedding.shape[0],
             "max_position_embeddings": model.integer("context_length", low=1),
-            "rms_norm_eps": model.number(self.epsilon, self.default_epsilon),
+            self.epsilon_field: model.number(self.epsilon, self.default_epsilon),
             "rope_parameters": rope_parameters(model, head_dim),
             "tie_word_embeddings": "output.weight" not in model.tensors,
             "hidden_act": "silu",

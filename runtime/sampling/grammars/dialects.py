@@ -25,6 +25,7 @@ def normalize_schema(node: Any) -> Any:
 
     Null is the value of no keyword but `const` and annotations: Go and others write it for a field that is not set. PHP
     and Lua write an empty object as a list, or the reverse. Gemini has types in capitals and numbers in strings.
+    OpenAPI 3.0 writes `nullable` for null among the types.
     """
     if not isinstance(node, Mapping):
         return node
@@ -41,7 +42,13 @@ def normalize_schema(node: Any) -> Any:
             result |= {} if value is None else {key: _whole(value)}
         elif not _states_nothing(key, value):
             result[key] = value if key in _DATA else normalize_schema(value)
-    return result
+    return _with_null(result) if result.pop("nullable", None) is True else result
+
+
+def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
+    values = {"enum": [*schema["enum"], None]} if isinstance(schema.get("enum"), list) else {}
+    kinds = {"type": [schema["type"], "null"]} if isinstance(schema.get("type"), str) else {}
+    return {**schema, **values, **kinds}
 
 
 def _part(schema: Any) -> Any:

@@ -58,5 +58,6 @@ ARCHITECTURE = Architecture(
         "cls.output": TensorRule("classifier.out_proj"),
     },
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=_read_config,
 )

@@ -13,6 +13,7 @@ ARCHITECTURE = Architecture(
     model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE, WINDOW_KEY),
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     # llama.cpp reads no pattern: every fourth layer has no window.
     slides=lambda layer: (layer + 1) % 4 != 0,
     read_config=linear_biases,

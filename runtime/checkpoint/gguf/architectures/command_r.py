@@ -32,5 +32,6 @@ ARCHITECTURE = Architecture(
     model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE,),
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=read_config,
 )

@@ -18,7 +18,6 @@ def read_falcon_config(model: GgufModel, config: Config) -> Config:
     return {
         "hidden_act": "gelu",
         "ffn_hidden_size": config["intermediate_size"],
-        "layer_norm_epsilon": config["rms_norm_eps"],
     }
 
 
@@ -37,6 +36,7 @@ ARCHITECTURE = Architecture(
     },
     model_tensors=MODEL_TENSORS,
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_epsilon",
     reads=lambda metadata, experts: is_small(metadata),
     writes=lambda config: len(config.layer_specs[0].attention.qkv) == 1,
     read_config=read_falcon_config,

@@ -17,7 +17,6 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     return {
         "hidden_act": "gelu",
         "attention_bias": "blk.0.attn_qkv.bias" in model.tensors,
-        "layer_norm_eps": config["rms_norm_eps"],
     }
 
 
@@ -50,5 +49,6 @@ ARCHITECTURE = Architecture(
         ),
     ),
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=_read_config,
 )

@@ -19,5 +19,6 @@ ARCHITECTURE = Architecture(
     ),
     biases=(*ALL_BIASES, *NORM_BIASES),
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=lambda model, config: {**linear_biases(model, config), "hidden_act": "relu2"},
 )

@@ -21,5 +21,6 @@ ARCHITECTURE = Architecture(
         "token_types": TensorRule("model.embeddings.token_type_embeddings"),
     },
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=lambda model, config: encoder_config(model, "gelu", type_vocab_size="token_types.weight"),
 )

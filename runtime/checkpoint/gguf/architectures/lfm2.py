@@ -59,6 +59,7 @@ ARCHITECTURE = Architecture(
     model_tensors=LFM2_MODEL_TENSORS,
     keys=(CONV_KEY,),
     by_layer=("attention.head_count_kv",),
+    epsilon_field="norm_eps",
     read_config=read_layer_types,
     write_keys=write_layer_types,
 )

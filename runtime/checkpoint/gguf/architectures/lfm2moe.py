@@ -36,6 +36,7 @@ ARCHITECTURE = Architecture(
     keys=(CONV_KEY, *expert_keys(), dense_layers_key("num_dense_layers")),
     by_layer=("attention.head_count_kv",),
     gating=(SIGMOID,),
+    epsilon_field="norm_eps",
     read_config=_read_config,
     write_keys=lambda config: {**write_layer_types(config), "expert_gating_func": SIGMOID},
 )

@@ -29,7 +29,6 @@ def _read_config(model: GgufModel, config: Config) -> Config:
         "expand": expansion(model),
         "use_conv_bias": has_bias(model, "ssm_conv1d"),
         "use_bias": has_bias(model, "ssm_in"),
-        "layer_norm_epsilon": config["rms_norm_eps"],
     }
 
 
@@ -48,6 +47,7 @@ ARCHITECTURE = Architecture(
     layer_tensors={"attn_norm": TensorRule("norm"), **mamba_tensors("mixer")},
     model_tensors={**MODEL_TENSORS, "output_norm": TensorRule("model.norm_f")},
     optional=("attention.head_count", "attention.head_count_kv", "feed_forward_length"),
+    epsilon_field="layer_norm_epsilon",
     read_config=_read_config,
     write_keys=_write_keys,
 )

@@ -53,5 +53,6 @@ ARCHITECTURE = Architecture(
     keys=(GgufKey("attention.sliding_window", "local_attention"),),
     slides=lambda layer: layer % 3 != 0,
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="norm_eps",
     read_config=_read_config,
 )

@@ -24,5 +24,6 @@ ARCHITECTURE = Architecture(
     },
     model_tensors={**MODEL_TENSORS, "output_norm": TensorRule("model.norm", change=GAIN_PLUS_ONE)},
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="norm_eps",
     read_config=lambda model, config: {**linear_biases(model, config), "hidden_act": "relu2"},
 )

@@ -51,7 +51,6 @@ def read_layers(model: GgufModel, config: Config, mlp: str) -> Config:
         "use_conv_bias": has_bias(model, "ssm_conv1d"),
         "use_bias": has_bias(model, "ssm_in"),
         "mlp_bias": has_bias(model, "ffn_up") or has_bias(model, "ffn_up_shexp"),
-        "layer_norm_epsilon": config["rms_norm_eps"],
         # Nothing rotates; llama.cpp's converter writes a dimension_count nevertheless.
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]},
         "partial_rotary_factor": 1.0,
@@ -81,6 +80,7 @@ ARCHITECTURE = Architecture(
     layer_tensors=NEMOTRON_TENSORS,
     model_tensors=NEMOTRON_MODEL_TENSORS,
     by_layer=BY_LAYER,
+    epsilon_field="layer_norm_epsilon",
     read_config=lambda model, config: read_layers(model, config, "mlp"),
     write_keys=write_layers,
 )

@@ -58,6 +58,7 @@ ARCHITECTURE = Architecture(
     ),
     by_layer=BY_LAYER,
     gating=(SIGMOID,),
+    epsilon_field="layer_norm_epsilon",
     read_config=lambda model, config: read_layers(model, config, "moe"),
     write_keys=_write_keys,
 )

@@ -22,5 +22,6 @@ ARCHITECTURE = Architecture(
         "token_types": TensorRule("embeddings.token_type_embeddings"),
     },
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=lambda model, config: encoder_config(model, "silu", type_vocab_size="token_types.weight"),
 )

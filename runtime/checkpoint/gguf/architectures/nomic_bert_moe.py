@@ -27,5 +27,6 @@ ARCHITECTURE = Architecture(
         GgufKey("moe_every_n_layers", "moe_every_n_layers", required=True),
     ),
     epsilon=nomic_bert.ARCHITECTURE.epsilon,
+    epsilon_field=nomic_bert.ARCHITECTURE.epsilon_field,
     read_config=_read_config,
 )

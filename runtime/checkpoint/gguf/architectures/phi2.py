@@ -18,5 +18,6 @@ ARCHITECTURE = Architecture(
     },
     model_tensors={**MODEL_TENSORS, "output_norm": TensorRule("model.final_layernorm")},
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=lambda model, config: {"hidden_act": "gelu_new"},
 )

@@ -18,6 +18,7 @@ ARCHITECTURE = Architecture(
         "attn_k_norm": TensorRule(_HEAD_NORM.format("k"), count_key="attention.head_count_kv"),
     },
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="layer_norm_eps",
     read_config=lambda model, config: {
         "use_qkv_bias": "blk.0.attn_q.bias" in model.tensors,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in model.tensors,

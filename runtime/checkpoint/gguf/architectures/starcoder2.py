@@ -12,6 +12,7 @@ ARCHITECTURE = Architecture(
     biases=(*ALL_BIASES, *NORM_BIASES),
     layer_tensors={**LLAMA_TENSORS, "ffn_up": TensorRule("mlp.c_fc"), "ffn_down": TensorRule("mlp.c_proj")},
     epsilon=LAYER_NORM_EPSILON,
+    epsilon_field="norm_epsilon",
     read_config=lambda model, config: {
         "use_bias": "blk.0.ffn_up.bias" in model.tensors,
         "hidden_act": "gelu_pytorch_tanh",

@@ -100,6 +100,19 @@ def test_types_and_lengths_of_other_dialects(written: dict[str, Any], read: tupl
     assert (prepared.schema["type"], prepared.schema["items"], prepared.schema["minItems"]) == read
 
 
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": "string", "enum": ["a"], "nullable": True}, {"type": ["string", "null"], "enum": ["a", None]}),
+        ({"type": "string", "nullable": False}, {"type": "string"}),
+    ],
+    ids=["type", "enum", "false"],
+)
+def test_nullable_of_openapi(written: dict[str, Any], read: dict[str, Any]) -> None:
+    assert prepare(written, strict=True, closed=True).schema == read
+
+
 def test_an_unknown_type_is_left_out_or_refused() -> None:
     assert prepare({"type": "date"}, strict=False, closed=True).loosened == ("#/type",)
     with pytest.raises(ValueError, match="#/type: type 'date' is not supported"):
