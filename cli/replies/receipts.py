@@ -71,7 +71,7 @@ def check_receipt(
         try:
             Receipt.read(path)
         except ModelError:
-            message = f"--receipt {path}: the file is not a receipt and was not replaced"
+            message = f"--receipt {path}: the file is not a valid receipt and was not replaced"
             raise UsageError(message, "name another file") from None
         note(f"(the receipt in {path} is replaced)")
 

@@ -81,7 +81,7 @@ def _tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
 
 
 def _join(tensor: JoinedTensor, values: Sequence[Tensor]) -> Tensor:
-    if len(values) == 1:
+    if tensor.name in tensor.parts:  # not joined; a stack of one expert is
         return values[0]
     rows = torch.cat([part.view(tensor.groups, -1, *part.shape[1:]) for part in values], dim=1)
     shape = (tensor.shape[0], *tensor.shape[:0:-1]) if tensor.transposed else tensor.shape

@@ -55,11 +55,11 @@ def joined_tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
             yield JoinedTensor(_up_gate(layer.dense_mlp), (2 * shapes[up][0], shapes[up][1]), (up, gate))
     for attention in config.attentions if config.model_type in _GROUPED.keys() - {"llama"} else ():
         if isinstance(attention, AttentionSpec) and len(attention.qkv) == 3:
+            name = _grouped_name(attention, config.model_type)
             for ending in ("weight", "bias") if attention.qkv[0].bias else ("weight",):
-                name, *parts = (_grouped_name(attention, config.model_type), *(linear.name for linear in attention.qkv))
-                parts = [f"{part}.{ending}" for part in parts]
+                parts = tuple(f"{linear.name}.{ending}" for linear in attention.qkv)
                 shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
-                yield JoinedTensor(f"{name}.{ending}", shape, (*parts,), groups=attention.kv_heads)
+                yield JoinedTensor(f"{name}.{ending}", shape, parts, groups=attention.kv_heads)
 
 
 def _stacked_experts(spec: ExpertsSpec, shapes: Mapping[str, Shape]) -> Iterator[JoinedTensor]:

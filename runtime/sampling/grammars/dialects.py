@@ -46,9 +46,12 @@ def normalize_schema(node: Any) -> Any:
 
 
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
-    values = {"enum": [*schema["enum"], None]} if isinstance(schema.get("enum"), list) else {}
-    kinds = {"type": [schema["type"], "null"]} if isinstance(schema.get("type"), str) else {}
-    return {**schema, **values, **kinds}
+    kind, values = schema.get("type"), schema.get("enum")
+    if isinstance(kind, str):
+        schema["type"] = [kind, "null"]
+    if isinstance(values, list) and None not in values:
+        schema["enum"] = [*values, None]
+    return schema
 
 
 def _part(schema: Any) -> Any:

@@ -74,7 +74,7 @@ def test_only_a_receipt_is_replaced_and_not_in_silence(tmp_path: Path) -> None:
         check_receipt(path, LoadFlags(), notes.append, single=True, template=False, deadline=False)
 
     path.write_text("my notes")
-    with pytest.raises(UsageError, match="not a receipt and was not replaced"):
+    with pytest.raises(UsageError, match="not a valid receipt and was not replaced"):
         check()
     RECEIPT.write(path)
     check()

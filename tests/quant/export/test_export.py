@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mycli.quant import pipeline
@@ -24,6 +25,7 @@ from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.exports import dense_values, export_to
 from tests.support.families import CASES, class_of, make
+from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU, random_model
 
 
@@ -126,24 +128,48 @@ JOINED = (
     "gpt_oss-8top1-tied",
     "granitemoe-8top2",
     "llama4-every-other-top2-biases-tied",
-    pytest.param("mistral4-beyond", marks=pytest.mark.slow),
-    pytest.param("granitemoe_swa-thetas-tied-biases", marks=pytest.mark.slow),
 )
 
 
-@pytest.mark.parametrize("case", JOINED)
-def test_transformers_finds_every_tensor_of_a_plain_folder(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case, changes",
+    [
+        *((name, {}) for name in JOINED),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.slow)
+            for name in ("mistral4-beyond", "granitemoe_swa-thetas-tied-biases")
+        ),
+        pytest.param("granitemoe-8top2", {"num_local_experts": 1, "num_experts_per_tok": 1}, id="one-expert"),
+    ],
+)
+def test_transformers_finds_every_tensor_of_a_plain_folder(case: str, changes: dict[str, int], tmp_path: Path) -> None:
     """It gives random values to tensors that it does not find, and warns."""
-    reference = make(tmp_path / "source", *CASES[case])
+    model_type, others = CASES[case]
+    reference = make(tmp_path / "source", model_type, {**others, **changes})
     tokens = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(1))
     done = export_to(tmp_path / "source", "safetensors:fp32", tmp_path / "out")
-    theirs, info = class_of(CASES[case][0]).from_pretrained(
+    theirs, info = class_of(model_type).from_pretrained(
         done.path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, reference(tokens).logits)
     assert same(dense_values(tmp_path / "source"), dense_values(done.path))
+
+
+@pytest.mark.parametrize("name", ["falcon-7b", "gemma-gqa4:2", "deepseek_v2-groups-odd-sizes-biases-tied"])
+def test_transformers_reads_the_plain_folder_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    """Its classes do not take every field, and have names of their own."""
+    make_exported(tmp_path / "source", name)
+    file = export_to(tmp_path / "source", "gguf:f32", tmp_path / "a.gguf", requantize=True).path
+    written = export_to(file, "safetensors:fp32", tmp_path / "plain").path
+    tokens = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, actual = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+            for folder in (tmp_path / "source", written)
+        )
+    torch.testing.assert_close(actual, expected)
 
 
 def test_what_bf16_does_not_hold_fp32_does(copies: dict[str, Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
@@ -114,3 +115,11 @@ def test_one_file_is_enough_to_write_and_to_read(
         assert (whole(load_model(written, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
     shapes = {tensor.name: list(tensor.shape) for tensor in gguf.GGUFReader(written.path).tensors}
     assert "blk.0.ffn_norm" in shapes if file == "toy_dense" else shapes["blk.0.ffn_up_exps.weight"][2] == 8
+
+
+def test_the_epsilon_has_the_name_of_transformers_class() -> None:
+    # A class ignores another name, and takes its default.
+    for architecture in architectures.architectures():
+        if architecture.model_type in {*CONFIG_MAPPING} - {"olmo"}:  # fixed in OLMo
+            config = CONFIG_MAPPING[architecture.model_type]()
+            assert hasattr(config, architecture.epsilon_field), architecture.name

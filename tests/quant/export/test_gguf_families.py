@@ -111,22 +111,6 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
         assert tensor.name in known or tensor.name.rpartition(".")[0] in known, tensor.name
 
 
-@pytest.mark.parametrize("name", ["falcon-7b", "gemma-gqa4:2", "deepseek_v2-groups-odd-sizes-biases-tied"])
-def test_transformers_reads_the_plain_folder_of_a_file(name: str, tmp_path: Path) -> None:
-    """Its classes do not take every field, and have names of their own."""
-    request = _request(name, tmp_path, "f32")
-    file = open_model_folder(find_export_target("gguf:f32")[0].export(request, silent).path)
-    plain = replace(request, folder=file, target=tmp_path / "plain", variant="fp32")
-    written = find_export_target("safetensors")[0].export(plain, silent).path
-    tokens = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, actual = (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
-            for folder in (tmp_path / "hf", written)
-        )
-    torch.testing.assert_close(actual, expected)
-
-
 def test_a_file_of_a_family_with_mtp_heads_has_none(tmp_path: Path) -> None:
     """Its other tensors are not taken for those of a head."""
     request = _request("qwen3_5-odd-heads-tied", tmp_path, "f32")

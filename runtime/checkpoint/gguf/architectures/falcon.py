@@ -15,10 +15,7 @@ def is_small(metadata: Fields) -> bool:
 def read_falcon_config(model: GgufModel, config: Config) -> Config:
     """Return the fields of all Falcons; removes `head_dim`, which their class does not take."""
     del config["head_dim"]
-    return {
-        "hidden_act": "gelu",
-        "ffn_hidden_size": config["intermediate_size"],
-    }
+    return {"hidden_act": "gelu", "ffn_hidden_size": config["intermediate_size"]}
 
 
 ARCHITECTURE = Architecture(

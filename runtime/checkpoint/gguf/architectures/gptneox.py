@@ -14,10 +14,7 @@ from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, TensorRule
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    return {
-        "hidden_act": "gelu",
-        "attention_bias": "blk.0.attn_qkv.bias" in model.tensors,
-    }
+    return {"hidden_act": "gelu", "attention_bias": "blk.0.attn_qkv.bias" in model.tensors}
 
 
 ARCHITECTURE = Architecture(

@@ -275,14 +275,6 @@ def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
         assert place is not None and place.name == expected and architecture.hf_name(place.name) == name
 
 
-def test_the_epsilon_has_the_name_of_transformers_class() -> None:
-    # A class ignores another name, and takes its default.
-    for architecture in architectures():
-        if architecture.model_type in {*CONFIG_MAPPING} - {"olmo"}:  # fixed in OLMo
-            config = CONFIG_MAPPING[architecture.model_type]()
-            assert hasattr(config, architecture.epsilon_field), architecture.name
-
-
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
     changes = {"hidden_size": 128, "intermediate_size": 192}

@@ -105,9 +105,10 @@ def test_types_and_lengths_of_other_dialects(written: dict[str, Any], read: tupl
     [
         ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
         ({"type": "string", "enum": ["a"], "nullable": True}, {"type": ["string", "null"], "enum": ["a", None]}),
+        ({"type": "string", "enum": [None, "a"], "nullable": True}, {"type": ["string", "null"], "enum": [None, "a"]}),
         ({"type": "string", "nullable": False}, {"type": "string"}),
     ],
-    ids=["type", "enum", "false"],
+    ids=["type", "enum", "enum-with-null", "false"],
 )
 def test_nullable_of_openapi(written: dict[str, Any], read: dict[str, Any]) -> None:
     assert prepare(written, strict=True, closed=True).schema == read

@@ -171,7 +171,7 @@ template <class Path> struct Attending {
                 const Share& share = round.of(i, 0);
                 const int64_t index = i - share.first[0];
                 float* at = memory + share.memory;
-                prefetch(round, i + threads);  // blocks lie apart, and products would wait for each
+                prefetch(round, i + threads);  // blocks are scattered, which processors do not predict
                 if (few) few_chunk(share.rows, index, place, at + index * share.rows.count * row_size);
                 else pack_chunk(share.rows, index, at + index * packed_size());
             }
