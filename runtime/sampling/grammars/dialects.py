@@ -1,5 +1,6 @@
 """Rewrites a schema as clients write it to the words of JSON Schema: types, lengths, parts that state nothing."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ _PYTHON_TYPES = dict(
 _ANY_TYPES = ("", "any", "type_unspecified")  # the last one is Gemini's
 _LENGTHS = ("minItems", "maxItems", "minLength", "maxLength", *PROPERTY_COUNTS)
 _DIGITS = re.compile(r"[0-9]{1,18}")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?")
 
 
 def normalize_schema(node: Any) -> Any:
@@ -25,7 +28,8 @@ def normalize_schema(node: Any) -> Any:
 
     Null is the value of no keyword but `const` and annotations: Go and others write it for a field that is not set. PHP
     and Lua write an empty object as a list, or the reverse. Gemini has types in capitals and numbers in strings.
-    OpenAPI 3.0 writes `nullable` for null among the types.
+    OpenAPI 3.0 writes `nullable` for null among the types. Tools written by hand have one name where a list belongs,
+    and numbers and booleans in strings.
     """
     if not isinstance(node, Mapping):
         return node
@@ -41,7 +45,7 @@ def normalize_schema(node: Any) -> Any:
         elif key in _LENGTHS:
             result |= {} if value is None else {key: _whole(value)}
         elif not _states_nothing(key, value):
-            result[key] = value if key in _DATA else normalize_schema(value)
+            result[key] = _as_meant(key, value) if isinstance(value, str) else _inner(key, value)
     return _with_null(result) if result.pop("nullable", None) is True else result
 
 
@@ -52,6 +56,18 @@ def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values, list) and None not in values:
         schema["enum"] = [*values, None]
     return schema
+
+
+def _inner(key: str, value: Any) -> Any:
+    return value if key in _DATA else normalize_schema(value)
+
+
+def _as_meant(key: str, text: str) -> Any:
+    if key in ("required", "enum"):
+        return [text]
+    if key == "additionalProperties":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    return json.loads(text) if key in _BOUNDS and _NUMBER.fullmatch(text) else text
 
 
 def _part(schema: Any) -> Any:
@@ -78,5 +94,5 @@ def _states_nothing(key: str, value: Any) -> bool:
     if value is None:
         return key != "const"
     if key == "required":  # a boolean in a property is of the third draft
-        return isinstance(value, bool) or (not isinstance(value, list) and not value)
+        return isinstance(value, bool) or value in ("true", "false") or (not isinstance(value, list) and not value)
     return key in (*SCHEMA_MAPS, *DEFINITIONS) and value == []

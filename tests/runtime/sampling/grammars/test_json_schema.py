@@ -114,6 +114,25 @@ def test_nullable_of_openapi(written: dict[str, Any], read: dict[str, Any]) -> N
     assert prepare(written, strict=True, closed=True).schema == read
 
 
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ({"required": "a", "additionalProperties": True}, {"required": ["a"], "additionalProperties": True}),
+        ({"enum": "x"}, {"enum": ["x"]}),
+        ({"additionalProperties": "False"}, {"additionalProperties": False}),
+        ({"additionalProperties": "true"}, {"additionalProperties": True}),
+        ({"type": "integer", "minimum": "-1"}, {"type": "integer", "minimum": -1}),
+        ({"type": "number", "multipleOf": "0.5"}, {"type": "number", "multipleOf": 0.5}),
+        ({"type": "number", "maximum": "1e3"}, {"type": "number", "maximum": "1e3"}),
+        ({"properties": {"required": {"enum": ["a"], "default": "a"}}, "additionalProperties": "x"}, None),
+        ({"enum": {"a": 1}}, None),
+    ],
+)
+def test_values_in_strings_and_names_without_a_list(written: dict[str, Any], read: dict[str, Any] | None) -> None:
+    """None: left as written, for the compiler to refuse."""
+    assert prepare(written, strict=True, closed=True).schema == (written if read is None else read)
+
+
 def test_an_unknown_type_is_left_out_or_refused() -> None:
     assert prepare({"type": "date"}, strict=False, closed=True).loosened == ("#/type",)
     with pytest.raises(ValueError, match="#/type: type 'date' is not supported"):
@@ -127,6 +146,7 @@ def test_an_unknown_type_is_left_out_or_refused() -> None:
         ({"required": {}}, {}),
         ({"required": True}, {}),
         ({"required": ""}, {}),
+        ({"required": "true"}, {}),
         ({"format": ""}, {}),
         ({"anyOf": [None]}, {"anyOf": [True]}),
         (
