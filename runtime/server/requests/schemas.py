@@ -67,6 +67,8 @@ def _false_only(value: Any) -> Any:
 
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
+# JSON Schema's true admits any arguments, as an empty schema does.
+Parameters = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is True else value)]
 Verbosity = Literal["low", "medium", "high"]  # only "medium" can be done: no template has a switch for it
 
 
@@ -265,7 +267,7 @@ class FunctionSpec(Strict):
 
     name: ToolName
     description: LongText | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

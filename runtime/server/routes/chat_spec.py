@@ -210,8 +210,9 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
 
 def _call(function: Mapping[str, Any], syntax: tuple[str, str, str, str], strict: bool) -> CallGrammar:
     before, after, name_key, arguments_key = syntax
-    written = function.get("parameters") or {}
-    parameters = {**written, "type": written.get("type") or "object"}
+    # Arguments are always an object, also where the schema admits others: its type is replaced, not filled in.
+    parameters = {**(function.get("parameters") or {}), "type": "object"}
+    parameters.pop("nullable", None)
     parameters.pop("$id", None)  # references in them are relative to the whole call now
     schema = {
         "type": "object",

@@ -18,6 +18,7 @@ from mycli.runtime.server.requests.schemas import (
     ForReply,
     LongText,
     Name,
+    Parameters,
     Sampling,
     StopString,
     Strict,
@@ -91,7 +92,7 @@ class InputTool(Strict):
     type: Annotated[str, Field(max_length=64)] | None = None
     name: ToolName | None = None
     description: LongText | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Parameters | None = None
     strict: bool | None = None
 
     @property

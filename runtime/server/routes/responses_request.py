@@ -18,6 +18,7 @@ from mycli.runtime.server.requests.schemas import (
     LongText,
     Name,
     No,
+    Parameters,
     ReasoningOptions,
     Sampling,
     StreamOptions,
@@ -85,7 +86,7 @@ class SimpleTool(Strict):
     type: ItemType
     name: ToolName | None = None
     description: LongText | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
     format: CustomFormat | None = None
 
