@@ -31,6 +31,7 @@ from mycli.runtime.server.routes.responses import input_tokens, responses
 from mycli.runtime.server.routes.score import score_pairs
 from mycli.runtime.server.routes.slots import slots
 from mycli.runtime.server.routes.status import health, metrics, server_version
+from mycli.runtime.server.routes.stored_responses import delete_response, list_input_items, show_response
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
 from mycli.runtime.server.service import Service
 
@@ -40,6 +41,9 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
     ("POST", "/v1/responses/input_tokens", input_tokens),
+    ("GET", "/v1/responses/{id}", show_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
+    ("GET", "/v1/responses/{id}/input_items", list_input_items),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/replies/{id}/resume", resume),

@@ -83,7 +83,8 @@ class Service(ServerState):
         super().__init__(settings)
         self.loaded, self.worker, self.created = loaded, worker, created
         self.items = ItemStore()
-        self.conversations = ItemStore()  # by the id of their last response, as {"id": ..., "items": [...]}
+        # By the id of their last response: {"id": ..., "input": [items up to that response], "response": {...}}.
+        self.conversations = ItemStore()
         self.journal = None if settings.replies is None else ReplyJournal(settings.replies)
         self.prompts = RecentPrompts()
         self.recorded: dict[str, Delivery] = {}  # replies that are being recorded, by id

@@ -105,6 +105,10 @@ def from_user_error(error: UserError, param: str | None = None) -> ApiError:
     return ApiError(400, message, code, param=param)
 
 
+def response_not_found(name: str) -> ApiError:
+    return ApiError(404, f"no response {name[:60]!r} is stored here", "response_not_found", param="response_id")
+
+
 def internal_error() -> ApiError:
     # The cause goes to the log only: it may hold another client's data.
     return ApiError(500, "internal error", "internal_error")

@@ -31,6 +31,12 @@ class ItemStore:
                 _, (_, size) = self._items.popitem(last=False)
                 self._size -= size
 
+    def remove(self, name: str) -> None:
+        """Forget the item with this id, if it is known."""
+        with self._lock:
+            _, size = self._items.pop(name, (None, 0))
+            self._size -= size
+
     def find(self, name: str) -> Mapping[str, Any] | None:
         """Return the item with this id; None if it is unknown or forgotten."""
         with self._lock:

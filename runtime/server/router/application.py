@@ -4,13 +4,14 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import httpx2
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from mycli.runtime.engine.replies.journal import ReplyJournal
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, response_not_found
 from mycli.runtime.server.http.body import parse_body, read_body
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.http.listing import anthropic_model, asks_anthropic, model_list, openai_model
@@ -222,9 +223,26 @@ async def forward_resume(router: Router, request: Request) -> Response:
     return ForwardedResponse(router.pool, router.pool.find(model_of(header["body"])), request, data)
 
 
+async def stored_response(router: Router, request: Request) -> Response:
+    """Forward a request for a stored response to the loaded model that has it."""
+    # Its id names no model, and what an unloaded model had stored is lost, so no model is loaded for it.
+    name = request.path_params["id"]
+    for process in [slot.process for slot in router.pool.slots.values() if slot.process is not None]:
+        try:
+            answer = await process.client.request(request.method, request.url.path, params=request.query_params)
+        except (httpx2.TransportError, RuntimeError):  # it has ended meanwhile; its client is closed
+            continue
+        if answer.status_code != 404:
+            return Response(answer.content, answer.status_code, media_type="application/json")
+    raise response_not_found(name)
+
+
 ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     *(("POST", path, forward) for path in FORWARDED),
     ("POST", "/v1/replies/{id}/resume", forward_resume),
+    ("GET", "/v1/responses/{id}", stored_response),
+    ("DELETE", "/v1/responses/{id}", stored_response),
+    ("GET", "/v1/responses/{id}/input_items", stored_response),
     ("GET", "/v1/models", list_models_with_state),
     ("POST", "/v1/models/load", load_model_on_request),
     ("POST", "/v1/models/unload", unload_model),

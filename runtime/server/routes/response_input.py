@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.requests.schemas import ContentPart
 from mycli.runtime.server.routes.responses_request import InputItem, OutputPart, ResponsesRequest, flat_name
@@ -134,15 +135,15 @@ def earlier_items(body: ResponsesRequest, conversations: ItemStore) -> Sequence[
     if stored is None:
         message = f"previous_response_id: no response {name[:60]!r} is stored here; send the whole conversation"
         raise ApiError(400, message, "previous_response_not_found", param="previous_response_id")
-    items: Sequence[Mapping[str, Any]] = stored["items"]
-    return items
+    return [*stored["input"], *stored["response"]["output"]]
 
 
-def input_items(body: ResponsesRequest) -> list[Mapping[str, Any]]:
-    """Return the items of a request's own input as JSON."""
+def input_items(body: ResponsesRequest, ids: ReplyIds) -> list[Mapping[str, Any]]:
+    """Return the items of a request's own input as JSON, each with an id: its own, or one of `ids`."""
     if isinstance(body.input, str):
-        return [{"type": "message", "role": "user", "content": body.input}]
-    return [item.model_dump(exclude_none=True) for item in body.input]
+        return [{"type": "message", "id": ids.next("msg_"), "role": "user", "content": body.input}]
+    items = [item.model_dump(exclude_none=True, exclude_unset=True) for item in body.input]
+    return [item if item.get("id") else {**item, "id": ids.next("msg_")} for item in items]
 
 
 def input_messages(

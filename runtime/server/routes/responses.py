@@ -3,7 +3,7 @@
 A request has the whole conversation, or the id of a recent response that it continues.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,12 @@ def _prepare(service: Service, body: ResponsesRequest) -> Prepared:
     return prepare_chat(service, _spec(service, body))
 
 
+def _whole_input(service: Service, body: ResponsesRequest, ids: ReplyIds) -> Sequence[Mapping[str, Any]]:
+    # Ids of their own count: those of the output stay the same whatever the input is.
+    named = input_items(body, ReplyIds(f"{ids.name} input", ids.created))
+    return [*earlier_items(body, service.conversations), *named]
+
+
 async def input_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of an input."""
 
@@ -57,7 +63,7 @@ class ResponseRendering:
 
         self._items = OutputItems(callable_tools(body).identities, logprobs, ids)
         self._stores = None if body.store is False else (service.items, service.conversations)
-        self._input = [] if self._stores is None else [*earlier_items(body, service.conversations), *input_items(body)]
+        self._input = [] if self._stores is None else _whole_input(service, body, ids)
         self._event_number = 0
         self._cut, self._shows_reasoning = False, body.shows_reasoning
         text_format = body.text.format if body.text is not None else None
@@ -139,8 +145,9 @@ class ResponseRendering:
     def finish(self) -> Iterable[bytes]:
         status = self._end()
         yield from self._numbered(self._items.close(status))
-        self._keep()
-        yield from self._numbered([(f"response.{status}", {"response": self._response(status)})])
+        response = self._response(status)
+        self._store(response)
+        yield from self._numbered([(f"response.{status}", {"response": response})])
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         response = {**self._response("failed"), "error": {"code": error.code, "message": error.message}}
@@ -151,8 +158,9 @@ class ResponseRendering:
         self._count(reply)
         list(self._items.add(self._shown(reply)))
         list(self._items.close(self._end()))
-        self._keep()
-        return self._response(self._end())
+        response = self._response(self._end())
+        self._store(response)
+        return response
 
     def _shown(self, piece: Piece) -> Piece:
         return piece if self._shows_reasoning else replace(piece, reasoning="")
@@ -160,11 +168,11 @@ class ResponseRendering:
     def _end(self) -> str:
         return "incomplete" if self._cut else "completed"
 
-    def _keep(self) -> None:
+    def _store(self, response: Mapping[str, Any]) -> None:
         if self._stores is not None:
             items, conversations = self._stores
-            items.keep(self._items.all())
-            conversations.keep([{"id": self._head["id"], "items": [*self._input, *self._items.all()]}])
+            items.keep(response["output"])
+            conversations.keep([{"id": response["id"], "input": self._input, "response": response}])
 
     def _count(self, piece: Piece) -> None:
         self._counts.add(piece)

@@ -138,6 +138,12 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
         assert resumed["choices"] == whole["choices"] and resumed["usage"]["completion_tokens"] == 500
         assert ask(port, "/v1/replies/cmpl-0/resume", {})[0] == 404
 
+        # A stored response is looked for in the models that are loaded.
+        response = ask(port, "/v1/responses", {"model": "pico", "input": "Hi", "max_output_tokens": 1})[1]
+        assert ask(port, f"/v1/responses/{response['id']}") == (200, response)
+        status, answer = ask(port, "/v1/responses/resp_0/input_items")
+        assert (status, answer["error"]["code"]) == (404, "response_not_found")
+
         (listed,) = json.loads(mycli("ps", "--json").stdout)["servers"]
         assert listed["several"] and listed["models"]["pico"] == "loaded"
         assert "pico, damaged (failed), foreign (failed), 4 models" in mycli("ps").stdout
