@@ -268,9 +268,10 @@ def _did_you_mean(model: str) -> str:
     import difflib  # imported only when a name was not found
 
     name = model.partition("@")[0]
+    untagged = name.partition(":")[0].lower()  # pico:latest, as Ollama names it
     known = {known.lower(): known for known in store.local_model_names()}
-    close = [known[key] for key in known if name.lower() in (key, key.rpartition("/")[2])]
-    close = close or [known[key] for key in difflib.get_close_matches(name.lower(), known, 3, 0.7)]
+    close = [known[key] for key in known if untagged in (key, key.rpartition("/")[2])]
+    close = close or [known[key] for key in difflib.get_close_matches(untagged, known, 3, 0.7)]
     close = [candidate for candidate in close if candidate != name]
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

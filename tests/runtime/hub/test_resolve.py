@@ -106,7 +106,15 @@ def test_a_branch_never_pulled_is_not_another_one() -> None:
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("org/tyni", "org/tiny"), ("ORG/TINY", "org/tiny"), ("tiny", "org/tiny"), ("pcio", "pico"), ("Pico", "pico")],
+    [
+        ("org/tyni", "org/tiny"),
+        ("ORG/TINY", "org/tiny"),
+        ("tiny", "org/tiny"),
+        ("pcio", "pico"),
+        ("Pico", "pico"),
+        ("pico:latest", "pico"),
+        ("tiny:8b", "org/tiny"),
+    ],
 )
 def test_a_misspelt_name_gets_the_closest(name: str, suggestion: str) -> None:
     cached()
