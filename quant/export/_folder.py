@@ -15,8 +15,10 @@ from mycli.quant.output import model_card
 from mycli.quant.planning.target import check_target
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.restored_weights import joined_linears
 from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -117,11 +119,25 @@ def write_symmetric(
     )
 
 
+def dense_modules(config: ModelConfig) -> list[str]:
+    """Return the linears that are never packed, such as routers, by the declaration's and by the checkpoints' names."""
+    return [name for linear in config.unquantized_linears() for name in config.module_names(linear.name)]
+
+
+def require_separate_linears(config: ModelConfig, layout: str) -> None:
+    """Raise ModelError for a family whose files join linears, which are packed apart and no other program reads so."""
+    joined = next(joined_linears(config), None)
+    if joined is not None:
+        cause = f"{config.stored_name(joined.name)}: files of {config.model_type} have one tensor for several linears"
+        raise ModelError(f"{cause}, which {layout} exports do not join", "choose gguf or safetensors")
+
+
 def only_packing(request: ExportRequest, layout: str) -> Packing:
     """Return the packing that all linears of the layers share: symmetric integers, not permuted; the head may differ.
 
     Raises ModelError for any other model.
     """
+    require_separate_linears(request.folder.config, layout)
     packings = {name: packing.as_integers() for name, packing in request.folder.packings.items()}
     if not packings:
         raise ModelError(f"the model is not quantized, which {layout} needs", code="quantize-first")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.export import Exported, ExportRequest
-from mycli.quant.export._folder import only_packing, write_symmetric
+from mycli.quant.export._folder import dense_modules, only_packing, write_symmetric
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import LinearSpec, Shape
@@ -26,7 +26,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     if packing.bits != _BITS:
         raise ModelError(f"{packing.name} weights: AWQ holds only 4-bit weights", "")
     # Without a list of routers and gates, readers expect every linear packed.
-    dense = [linear.name for linear in request.folder.config.unquantized_linears()]
+    dense = dense_modules(request.folder.config)
     settings = {
         "quant_method": "awq",
         "version": "gemm",

@@ -1,8 +1,8 @@
 """Writes a model as the GGUF file that llama.cpp's converter would write: metadata, tokenizer and tensors in one file.
 
 Without a variant every tensor keeps its values: blocks of a GGUF file are copied, packed integers become Q4_0, Q4_1 or
-Q8_0 blocks, dense matrices keep their dtype, norms and biases become F32. Names, keys and orders of rows are those of
-the architecture's declaration (runtime/checkpoint/gguf/architectures).
+Q8_0 blocks, or F32 where rows do not fill blocks, dense matrices keep their dtype, norms and biases become F32. Names,
+keys and orders of rows are those of the architecture's declaration (runtime/checkpoint/gguf/architectures).
 """
 
 from collections import Counter
@@ -88,6 +88,8 @@ def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> 
     if packing is None and not (variant and (linear or request.requantize)):
         return dtype_info(weights.checkpoint.dtype(name)).safetensors_name
     if packing is not None and not variant:
+        if shape[1] % blocks.GROUP:
+            return "F32"
         if packing.codes == "e2m1" and packing.group_size == blocks.GROUP:
             return "MXFP4"
         if packing.offsets:

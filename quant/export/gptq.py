@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.export import Exported, ExportRequest
-from mycli.quant.export._folder import only_packing, write_symmetric
+from mycli.quant.export._folder import dense_modules, only_packing, write_symmetric
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import LinearSpec, Shape
@@ -28,7 +28,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     # One width applies to all linears, so a head of another one is dequantized.
     packed_head = head is not None and head.as_integers() == packing
     # Without a rule for routers and gates, readers expect every linear packed.
-    dense = {_LAYER.sub(r"\\d+", re.escape(linear.name)) for linear in request.folder.config.unquantized_linears()}
+    dense = {_LAYER.sub(r"\\d+", re.escape(name)) for name in dense_modules(request.folder.config)}
     settings = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",

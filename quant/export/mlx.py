@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
-from mycli.quant.export._folder import write_folder
+from mycli.quant.export._folder import require_separate_linears, write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.formats.mlx import expert_stacks
@@ -24,7 +24,6 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
-from mycli.runtime.quantization.scheme import Packing
 
 VARIANTS = ()
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -59,7 +58,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                 writer.write(stored, stack[0] if parts == (name,) else torch.stack(stack))
             progress("exporting", done, len(written))
 
-    config = {"quantization": _settings(folder.packings, groups, written)}
+    config = {"quantization": _settings(folder, groups, written)}
     nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
     kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
     return Exported(request.target, nbytes, kinds, rounded, without_mtp_head(request.folder))
@@ -69,6 +68,7 @@ def _check_model(folder: ModelFolder) -> None:
     config, kind = folder.config, folder.config.model_type
     if not folder.packings:
         raise ModelError("the model is not quantized, which MLX needs", code="quantize-first")
+    require_separate_linears(config, "MLX")
     if kind == "baichuan":
         raise ModelError("baichuan: mlx-lm has no such model", "")
     if config.has_recurrent:
@@ -90,14 +90,14 @@ def _planned(
     for name, parts in written.items():
         _check_alike(weights, parts, groups)
         first, stack = parts[0], () if tuple(parts) == (name,) else (len(parts),)
-        rows, *columns = shapes[first]
         if first not in groups:
-            yield name, weights.stored_dtype(first), (*stack, rows, *columns)
+            yield name, weights.stored_dtype(first), (*stack, *shapes[first])
             continue
+        rows, columns = shapes[first]
         bits = weights.packings[first.removesuffix(".weight")].bits
-        yield name, torch.uint32, (*stack, rows, columns[0] * bits // _WORD)
+        yield name, torch.uint32, (*stack, rows, columns * bits // _WORD)
         for part in ("scales", "biases"):
-            yield f"{name.removesuffix('weight')}{part}", dtype, (*stack, rows, columns[0] // groups[first])
+            yield f"{name.removesuffix('weight')}{part}", dtype, (*stack, rows, columns // groups[first])
 
 
 def _first_experts(config: ModelConfig) -> Iterator[MlpSpec]:
@@ -155,14 +155,12 @@ def _error(weight: PackedWeight, exact: Tensor, scales: Tensor, biases: Tensor) 
     return squared_error(values(weight.scales, exact), values(scales, biases))
 
 
-def _settings(
-    packings: Mapping[str, Packing], groups: Mapping[str, int], written: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    # The commonest width and group, and every linear with another.
+def _settings(folder: ModelFolder, groups: Mapping[str, int], written: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    # The commonest width and group, and every linear with another, by the names in the files.
     linears = {
-        name.removesuffix(".weight"): {
+        folder.config.stored_name(name).removesuffix(".weight"): {
             "group_size": groups[parts[0]],
-            "bits": packings[parts[0].removesuffix(".weight")].bits,
+            "bits": folder.packings[parts[0].removesuffix(".weight")].bits,
         }
         for name, parts in written.items()
         if parts[0] in groups

@@ -50,6 +50,13 @@ def joined_tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
     for layer in config.layer_specs:
         if isinstance(layer.mlp, ExpertsSpec):
             yield from _stacked_experts(layer.mlp, shapes)
+    yield from joined_linears(config)
+
+
+def joined_linears(config: ModelConfig) -> Iterator[JoinedTensor]:
+    """Yield the tensors in which the family's files have several linears that are not experts."""
+    shapes = dict(config.tensors())
+    for layer in config.layer_specs:
         if config.model_type in _UP_FIRST:
             gate, up = (f"{linear.name}.weight" for linear in layer.dense_mlp.gate_up)
             yield JoinedTensor(_up_gate(layer.dense_mlp), (2 * shapes[up][0], shapes[up][1]), (up, gate))

@@ -273,6 +273,70 @@ def test_a_dtype_has_one_name(tmp_path: Path) -> None:
         assert config["dtype"] == dtype and "torch_dtype" not in config
 
 
+def _packed(folder: Path, case: str, recipe: Recipe, **changes: int) -> Path:
+    model_type, others = CASES[case]
+    make(folder / "dense", model_type, {**others, **changes})
+    work = planning.plan_quantization(Source("dense", folder / "dense"), recipe, report="none")
+    return pipeline.quantize(work, folder / "packed", CPU).folder
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_routers_are_listed_by_the_names_of_the_files_too(layout: str, tmp_path: Path) -> None:
+    """Readers compare the list with their modules, which published code and transformers name differently."""
+    packed = _packed(tmp_path, "nemotron_h-every-kind", Recipe("rtn", bits=4, group=32), **WIDE)
+    done = export_to(packed, layout, tmp_path / layout, requantize=True)
+    section = json.loads((done.path / "config.json").read_text())["quantization_config"]
+    stored = {name for name in load_file(done.path / "model.safetensors") if name.endswith(".mixer.gate.weight")}
+    assert stored and all(name.startswith("backbone.layers.") for name in stored)
+    for name in {*stored, *(name.replace("backbone.", "model.") for name in stored)}:
+        module = name.removesuffix(".weight")
+        if layout == "gptq":
+            assert any(re.match(rule[2:], module) for rule in section["dynamic"])
+        else:
+            assert module in section["modules_to_not_convert"]
+
+
+def test_mlx_names_widths_by_the_names_of_the_files(tmp_path: Path) -> None:
+    """mlx-lm looks a module up by its own name, which is that of its tensors."""
+    recipe = Recipe("rtn", bits=4, group=32, head="keep", target_bpw=5.0, widths=(8, 4, 4, 4) * 3)
+    packed = _packed(tmp_path, "exaone-llama3", recipe, **WIDE)
+    done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
+    section = json.loads((done.path / "config.json").read_text())["quantization"]
+    stored = load_file(done.path / "model.safetensors")
+    wide = {name for name, settings in section.items() if isinstance(settings, dict)}
+    assert wide == {
+        f"transformer.h.{layer}.attn.attention.{part}_proj" for layer in range(3) for part in ("q", "k", "v")
+    }
+    assert all(section[name]["bits"] == 8 and f"{name}.scales" in stored for name in wide)
+    assert same(dense_values(packed), dense_values(done.path))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "mlx"])
+@pytest.mark.parametrize("case", ["gpt_neox-parallel", "falcon-40b-biases-untied"])
+def test_layouts_without_joined_linears_refuse_families_whose_files_have_them(
+    case: str, layout: str, tmp_path: Path
+) -> None:
+    """Queries, keys and values would be packed apart, and other programs would not find theirs."""
+    packed = _packed(tmp_path, case, Recipe("rtn", bits=4, group=None, head="keep"))
+    with pytest.raises(ModelError, match=r"0\.self_attention\.query_key_value|0\.attention\.query_key_value"):
+        export_to(packed, layout, tmp_path / layout, requantize=True)
+
+
+def test_packed_rows_that_do_not_fill_blocks_are_written_as_floats(tmp_path: Path) -> None:
+    source = Source("dense", random_model(tmp_path / "dense", intermediate_size=200))
+    work = planning.plan_quantization(source, Recipe("rtn", bits=4, group=None), report="none")
+    packed = pipeline.quantize(work, tmp_path / "packed", CPU).folder
+    done = export_to(packed, "gguf", tmp_path / "out")
+    assert done.kinds["Q4_0"] == 18 and not done.rounded
+    assert same(dense_values(packed), dense_values(done.path))
+
+
+def test_mlx_has_tensors_of_one_value(tmp_path: Path) -> None:
+    packed = _packed(tmp_path, "apertus-llama3", Recipe("rtn", bits=4, group=32, head="keep"), **WIDE)
+    done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
+    assert same(dense_values(packed), dense_values(done.path))
+
+
 def test_mlx_has_no_baichuan(tmp_path: Path) -> None:
     model_type, changes = CASES["baichuan-mha"]
     make(tmp_path / "dense", model_type, {**changes, "hidden_size": 64, "intermediate_size": 64})
