@@ -134,9 +134,13 @@ class BlockSolver:
     def advance(self, index: int, solved: Solved) -> None:
         block = self.model.block(index)
         restore(block, solved.changed)
-        for linear in block.products.values():
+        for linear in self.packed_products(block).values():
             self.install(linear, solved.linears)
         self.original.advance(block, self.stream, self.side_inputs)
+
+    def packed_products(self, block: Block) -> dict[str, Linear]:
+        """Return the products of a block that have packings: GGUF stores kv_b of latent attention in floats."""
+        return {name: linear for name, linear in block.products.items() if linear.specs[0].name in self.packings}
 
     def install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
         """Replace a weight by the values that every reader computes from its codes."""
@@ -250,7 +254,7 @@ def solve_copies_of_block(solvers: Sequence[BlockSolver], index: int) -> list[So
             for copy in copies:
                 copy.fold(product, hessian, too_few)
     entered = original.observed(block)
-    for product in block.products:
+    for product in solvers[0].packed_products(block):
         subjects = [copy.subject(product) for copy in copies]
         observed = observe_each(original.model, subjects, entered, product, original.exact)
         for copy in copies:

@@ -114,6 +114,23 @@ def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
     assert any(layer["name"] == table.removesuffix(".weight") for layer in record["layers"])
 
 
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"target_size": 2_000_000}, marks=pytest.mark.slow)], ids=["mix", "size"]
+)
+def test_halves_of_latent_attention_stay_floats(sizes: dict[str, int], tmp_path: Path) -> None:
+    make_exported(tmp_path / "hf", "youtu-tied", hidden_size=256, intermediate_size=256)
+    target, source = tmp_path / "small.gguf", Source("hf", tmp_path / "hf")
+    work = plan_gguf(source, replace(RECIPE, **sizes), report="none")
+    if sizes:
+        work = plan_gguf(source, choose_kinds(work, target, CPU), report="none")
+    quantize_gguf(work, target, CPU)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(target).tensors}
+    assert all(kinds[f"blk.0.{part}.weight"] == "F32" for part in ("attn_k_b", "attn_v_b"))
+    stored, original = (open_model_folder(path).checkpoint() for path in (target, source.folder))
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    assert torch.equal(stored.read(name).float(), original.read(name).float())
+
+
 def _verify(reader: str, model: Path, reference: Path | None = None) -> Verified:
     folder = open_model_folder(model)
     tokens, module = tokens_to_score(folder.config.vocab_size), readers.load(reader)
