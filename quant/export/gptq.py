@@ -12,6 +12,7 @@ from torch import Tensor
 from mycli.quant.export import Exported, ExportRequest
 from mycli.quant.export._folder import dense_modules, only_packing, write_symmetric
 from mycli.quant.progress import ReportProgress
+from mycli.runtime.checkpoint.open_folder import ModelFolder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
@@ -28,7 +29,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     # One width applies to all linears, so a head of another one is dequantized.
     packed_head = head is not None and head.as_integers() == packing
     # Without a rule for routers and gates, readers expect every linear packed.
-    dense = {_LAYER.sub(r"\\d+", re.escape(name)) for name in dense_modules(request.folder.config)}
+    dense = _dense_patterns(request.folder)
     settings = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",
@@ -38,9 +39,20 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         "sym": True,
         "lm_head": packed_head,
         "pack_dtype": "int32",
-        **({"dynamic": {f"-:^{pattern}$": {} for pattern in sorted(dense)}} if dense else {}),
+        **({"dynamic": {f"-:^{pattern}$": {} for pattern in dense}} if dense else {}),
     }
     return write_symmetric(request, "GPTQ", _planned, _parts, settings, progress, dense_head=not packed_head)
+
+
+def _dense_patterns(folder: ModelFolder) -> list[str]:
+    # One expression for all layers, unless layers of another kind have a packed linear of that name.
+    packed = {_in_all_layers(name) for linear in folder.packings for name in folder.config.module_names(linear)}
+    patterns = {name: _in_all_layers(name) for name in dense_modules(folder.config)}
+    return sorted({re.escape(name) if pattern in packed else pattern for name, pattern in patterns.items()})
+
+
+def _in_all_layers(name: str) -> str:
+    return _LAYER.sub(r"\\d+", re.escape(name))
 
 
 def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.dtype, Shape]]:

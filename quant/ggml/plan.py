@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.quant.calibration.sampler import check_windows
-from mycli.quant.ggml.file import GgufLayout, fp32_matrices
+from mycli.quant.ggml.file import GgufLayout, fp32_matrices, require_loadable
 from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.layer_streaming import tokens_at_once
@@ -137,6 +137,7 @@ def quantized_names(folder: ModelFolder) -> list[str]:
 def _kinds(folder: ModelFolder, recipe: GgufRecipe) -> dict[str, str]:
     config, weights = folder.config, SourceWeights(folder)
     architecture, shapes = written_architecture(config), dict(config.tensors())
+    require_loadable(config, architecture, ())  # before keys are computed, which such a model may lack
     stored = {}
     for name in quantized_names(folder):
         place = architecture.place(name)

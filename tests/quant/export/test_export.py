@@ -296,6 +296,21 @@ def test_routers_are_listed_by_the_names_of_the_files_too(layout: str, tmp_path:
             assert module in section["modules_to_not_convert"]
 
 
+def test_a_gate_that_other_layers_pack_is_listed_by_its_layer(tmp_path: Path) -> None:
+    packed = _packed(tmp_path, "bailing_hybrid-8top3", Recipe("rtn", bits=4, group=32), **WIDE)
+    done = export_to(packed, "gptq", tmp_path / "gptq", requantize=True)
+    rules = json.loads((done.path / "config.json").read_text())["quantization_config"]["dynamic"]
+    linears = {name.rpartition(".")[::2] for name in load_file(done.path / "model.safetensors")}
+    gates = {
+        kind: [module for module, part in linears if module.endswith(".g_proj") and part == kind]
+        for kind in ("weight", "qweight")
+    }
+    assert all(gates.values())
+    for kind, modules in gates.items():
+        for module in modules:
+            assert any(re.match(rule[2:], module) for rule in rules) == (kind == "weight")
+
+
 def test_mlx_names_widths_by_the_names_of_the_files(tmp_path: Path) -> None:
     """mlx-lm looks a module up by its own name, which is that of its tensors."""
     recipe = Recipe("rtn", bits=4, group=32, head="keep", target_bpw=5.0, widths=(8, 4, 4, 4) * 3)

@@ -20,7 +20,7 @@ from mycli.quant.progress import silent
 from mycli.quant.verification import Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.integrity import files_to_verify, verify_files
 from mycli.runtime.hub.resolve import Source
 from tests.support.families import CASES, make
@@ -129,6 +129,12 @@ def test_halves_of_latent_attention_stay_floats(sizes: dict[str, int], tmp_path:
     stored, original = (open_model_folder(path).checkpoint() for path in (target, source.folder))
     name = "model.layers.0.self_attn.kv_b_proj.weight"
     assert torch.equal(stored.read(name).float(), original.read(name).float())
+
+
+def test_a_family_that_needs_experts_is_refused_without_them(tmp_path: Path) -> None:
+    make_exported(tmp_path / "hf", "llama4-without-experts-tied")
+    with pytest.raises(ModelError, match="config.json: .* experts"):
+        plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, report="none")
 
 
 def _verify(reader: str, model: Path, reference: Path | None = None) -> Verified:
