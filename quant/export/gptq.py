@@ -12,7 +12,7 @@ from torch import Tensor
 from mycli.quant.export import Exported, ExportRequest
 from mycli.quant.export._folder import dense_modules, only_packing, write_symmetric
 from mycli.quant.progress import ReportProgress
-from mycli.runtime.checkpoint.open_folder import ModelFolder
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack

@@ -139,7 +139,7 @@ class BlockSolver:
         self.original.advance(block, self.stream, self.side_inputs)
 
     def packed_products(self, block: Block) -> dict[str, Linear]:
-        """Return the products of a block that have packings: GGUF stores kv_b of latent attention in floats."""
+        # GGUF stores kv_b of latent attention in floats.
         return {name: linear for name, linear in block.products.items() if linear.specs[0].name in self.packings}
 
     def install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
