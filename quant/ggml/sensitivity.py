@@ -7,7 +7,7 @@ import torch
 
 from mycli.quant import pipeline
 from mycli.quant.ggml import types
-from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf, quantized_names
+from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
 from mycli.quant.planning.mixed_precision import COPY_WINDOWS, low_width, spend_bytes
@@ -79,9 +79,9 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
     shares = pipeline.copy_shares(copy, target, placement, work.need.at_once, progress)
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
-    quantized, choices = set(quantized_names(work.folder)), []
+    choices = []
     for share, linears in zip(shares, groups, strict=True):
-        if f"{linears[0].name}.weight" not in quantized:
+        if linears[0].name not in work.packings:
             continue
         shapes = [(linear.out_features, linear.in_features) for linear in linears]
         weights = [source.read(f"{linear.name}.weight")[:_SAMPLED_ROWS].float() for linear in linears]
