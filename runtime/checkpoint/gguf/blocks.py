@@ -127,6 +127,19 @@ def _q6_k(x: Tensor) -> Groups:
     return _super_block(levels.to(torch.int8) - 32, scales, _halves(x[:, 208:210]))
 
 
+def _iq4(codes: Tensor) -> Tensor:
+    return torch.tensor(IQ4, dtype=torch.int8)[codes.long()]
+
+
+def _iq4_nl(x: Tensor) -> Groups:
+    return Groups(_iq4(_nibbles(x[:, 2:], 16)), _half(x[:, :2]))
+
+
+def _iq4_xs(x: Tensor) -> Groups:
+    scales = _nibbles(x[:, 4:8], 1) | (_split(x[:, 2:4], (0, 2, 4, 6), 1) & 3) << 4
+    return _super_block(_iq4(_nibbles(x[:, 8:], 16)), scales.to(torch.int8) - 32, _halves(x[:, :2]))
+
+
 def _q1_0(x: Tensor) -> Groups:
     return Groups(2 * _bits(x[:, 2:]).to(torch.int8) - 1, _half(x[:, :2]))
 
@@ -149,6 +162,8 @@ _READERS: Mapping[str, Callable[[Tensor], Groups]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
     "Q1_0": _q1_0,
     "Q2_0": _q2_0,
 }
@@ -219,9 +234,9 @@ def _pack_fp4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
 def _pack_iq4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
     codes = torch.searchsorted(torch.tensor(IQ4, dtype=torch.int8), groups.levels).to(torch.uint8)
     columns = data.shape[1] // kind.nbytes * kind.block
-    return PackedWeight(
-        pack(codes.view(len(data), columns), 4), groups.scales.view(len(data), -1), kind.packing, columns
-    )
+    factors = None if groups.factors is None else groups.factors.view(len(data), -1, 1)
+    packed, scales = pack(codes.view(len(data), columns), 4), groups.scales.view(len(data), -1)
+    return PackedWeight(packed, scales, kind.packing, columns, factors=factors)
 
 
 def reorder_columns(weight: PackedWeight, columns: Tensor) -> PackedWeight:

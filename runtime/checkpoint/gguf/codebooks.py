@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.runtime.quantization.codes import IQ4
-
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 times 2, so that levels are integers
 
 
@@ -122,16 +120,6 @@ def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor]:
     return (8 * rows.view(-1, 32, 8) + shift.unsqueeze(-1)).view(len(x), -1), scales / 8
 
 
-def _iq4_nl(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _table(IQ4, _halves(x[:, 2:])), _half(x[:, :2])
-
-
-def _iq4_xs(x: Tensor) -> tuple[Tensor, Tensor]:
-    high = _shifted(_words(x[:, 2:4], torch.int16), range(0, 16, 2), 3)
-    scales = _half(x[:, :2]) * ((_nibbles(x[:, 4:8]) | high << 4) - 32)
-    return _table(IQ4, _halves(x[:, 8:].reshape(-1, 8, 16))).view(len(x), -1), scales
-
-
 def _tq1_0(x: Tensor) -> tuple[Tensor, Tensor]:
     # Five ternary digits per byte, as a fraction of 256: times three, the digit is the overflow.
     parts = []
@@ -168,8 +156,6 @@ READERS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "IQ3_S": _iq3_s,
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,

@@ -24,16 +24,15 @@ class GgmlType:
     bits: int = 0  # of a level
     group: int = 0  # values that share a scale
     minimum: bool = False
-    half: bool = False  # scales fit fp16
+    scale_dtype: Dtype = "float32"  # that holds its scales exactly
     super_blocks: bool = False  # scales are integers times an fp16 factor
     codes: Codes = "int"
 
     @property
     def packing(self) -> Packing:
-        scales: Dtype = "float16" if self.half else "float32"
-        group = min(self.group, 128)
+        group, dtype = min(self.group, 128), self.scale_dtype
         return Packing(
-            self.bits, group, LAYOUT, self.minimum, self.codes, scale_dtype=scales, super_blocks=self.super_blocks
+            self.bits, group, LAYOUT, self.minimum, self.codes, scale_dtype=dtype, super_blocks=self.super_blocks
         )
 
 
@@ -41,11 +40,11 @@ TYPES = (
     GgmlType(0, "F32", 1, 4, "float32"),
     GgmlType(1, "F16", 1, 2, "float16"),
     GgmlType(30, "BF16", 1, 2, "bfloat16"),
-    GgmlType(2, "Q4_0", 32, 18, None, 4, 32, half=True),
-    GgmlType(3, "Q4_1", 32, 20, None, 4, 32, minimum=True, half=True),
-    GgmlType(6, "Q5_0", 32, 22, None, 5, 32, half=True),
-    GgmlType(7, "Q5_1", 32, 24, None, 5, 32, minimum=True, half=True),
-    GgmlType(8, "Q8_0", 32, 34, None, 8, 32, half=True),
+    GgmlType(2, "Q4_0", 32, 18, None, 4, 32, scale_dtype="float16"),
+    GgmlType(3, "Q4_1", 32, 20, None, 4, 32, minimum=True, scale_dtype="float16"),
+    GgmlType(6, "Q5_0", 32, 22, None, 5, 32, scale_dtype="float16"),
+    GgmlType(7, "Q5_1", 32, 24, None, 5, 32, minimum=True, scale_dtype="float16"),
+    GgmlType(8, "Q8_0", 32, 34, None, 8, 32, scale_dtype="float16"),
     GgmlType(10, "Q2_K", 256, 84, None, 2, 16, minimum=True, super_blocks=True),
     GgmlType(11, "Q3_K", 256, 110, None, 3, 16, super_blocks=True),
     GgmlType(12, "Q4_K", 256, 144, None, 4, 32, minimum=True, super_blocks=True),
@@ -55,17 +54,17 @@ TYPES = (
     GgmlType(17, "IQ2_XS", 256, 74, None, 8, 16),
     GgmlType(18, "IQ3_XXS", 256, 98, None, 8, 32),
     GgmlType(19, "IQ1_S", 256, 50, None, 8, 32),
-    GgmlType(20, "IQ4_NL", 32, 18, None, 4, 32, half=True, codes="iq4"),
+    GgmlType(20, "IQ4_NL", 32, 18, None, 4, 32, scale_dtype="float16", codes="iq4"),
     GgmlType(21, "IQ3_S", 256, 110, None, 8, 32),
     GgmlType(22, "IQ2_S", 256, 82, None, 8, 16),
-    GgmlType(23, "IQ4_XS", 256, 136, None, 4, 32, codes="iq4"),
+    GgmlType(23, "IQ4_XS", 256, 136, None, 4, 32, super_blocks=True, codes="iq4"),
     GgmlType(29, "IQ1_M", 256, 56, None, 8, 16),
-    GgmlType(34, "TQ1_0", 256, 54, None, 2, 256, half=True),
-    GgmlType(35, "TQ2_0", 256, 66, None, 2, 256, half=True),
-    GgmlType(39, "MXFP4", 32, 17, None, 4, 32, codes="e2m1"),
+    GgmlType(34, "TQ1_0", 256, 54, None, 2, 256, scale_dtype="float16"),
+    GgmlType(35, "TQ2_0", 256, 66, None, 2, 256, scale_dtype="float16"),
+    GgmlType(39, "MXFP4", 32, 17, None, 4, 32, scale_dtype="bfloat16", codes="e2m1"),
     GgmlType(40, "NVFP4", 64, 36, None, 4, 16, codes="e2m1"),
-    GgmlType(41, "Q1_0", 128, 18, None, 2, 128, half=True),
-    GgmlType(42, "Q2_0", 64, 18, None, 2, 64, minimum=True, half=True),
+    GgmlType(41, "Q1_0", 128, 18, None, 2, 128, scale_dtype="float16"),
+    GgmlType(42, "Q2_0", 64, 18, None, 2, 64, minimum=True, scale_dtype="float16"),
     # Not supported; listed so that an error can name the type.
     GgmlType(24, "I8", 1, 1),
     GgmlType(25, "I16", 1, 2),

@@ -12,7 +12,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, unpack
-from mycli.runtime.quantization.scheme import SUPER_BLOCK
+from mycli.runtime.quantization.scheme import SUPER_BLOCK, ActivationBits
 from mycli.runtime.quantization.super_blocks import scale_codes
 from tests.support.packed_weights import super_block_weight
 
@@ -113,6 +113,20 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
     assert CpuMatmul(library, weight).nbytes == weight.packing.bytes(64, 512)
     on_gpu = replace(weight.packing.on_gpu() or weight.packing, bits=bits, super_blocks=False)
     assert on_gpu.bytes(64, 512, 4) == whole(weight).nbytes
+
+
+@pytest.mark.parametrize("activations", [16, 8])
+def test_a_table_with_super_blocks_has_the_bits_of_its_scales(library: Native, activations: ActivationBits) -> None:
+    """IQ4_XS: whatever the rows and their type; three row blocks, so that one is multiplied alone."""
+    weight = super_block_weight(4, (48, 768), 32, offsets=False)
+    weight = replace(weight, packing=replace(weight.packing, codes="iq4", activations=activations))
+    nested, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
+    assert torch.equal(nested.dequantize(), dequantize(weight))
+    assert nested.nbytes == weight.packing.bytes(48, 768) < 0.9 * plain.nbytes
+    x = torch.randn(140, 768, generator=torch.Generator().manual_seed(1))
+    for rows in (1, 2, 4, 5, 6, 13, 40, 140):
+        assert torch.equal(nested(x[:rows].bfloat16()), plain(x[:rows].bfloat16())), rows
+        assert torch.equal(nested(x[:rows]), plain(x[:rows])), rows
 
 
 def test_scales_that_factors_do_not_give_are_held_whole(library: Native) -> None:

@@ -82,19 +82,13 @@ template <int M, int N> struct Totals {
 // y [M][ALONG] of N row blocks for M rows of integers. A segment is whole blocks, or half of one: `STEPS` fours of a block. Not
 // inlined: callers instantiate it for each kind of codes, and compilers stop optimizing so large a function.
 template <int B, int M, int N, int STEPS> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float* y) {
-    const int64_t segment = cut_of(w).segment, steps = STEPS == FOURS ? segment / INPUTS : 1, together = w.group / segment;
+    const int64_t segment = cut_of(w).segment, steps = STEPS == FOURS ? segment / INPUTS : 1;
     CodeStreams<B, N> codes(w, row_block);
     Totals<M, N> total;
-    int64_t at = row_block * (w.inputs / w.group);
-    GroupScales group[N];
-    const auto read = [&] {
-        for (int n = 0; n < N; n++) group[n] = GroupScales(w, at + n * codes.groups);
-    };
-    read();
-    for (int64_t input = 0, s = 0, next = together; input < w.inputs; input += steps * INPUTS, codes.skip(steps))
+    SpanScales<N> scales(w, row_block, segment, codes.groups);
+    for (int64_t input = 0, s = 0; input < w.inputs; input += steps * INPUTS, codes.skip(steps))
 #pragma GCC unroll 2
         for (int first = 0; first < FOURS; first += STEPS, s++) {
-            if (s == next) at++, next += together, read();
             Sums<M, N> sums;
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
@@ -104,9 +98,10 @@ template <int B, int M, int N, int STEPS> __attribute__((noinline)) void rows_by
             }
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) {
-                total.add_span(sums, n, group[n].scale, x, s * x.units.segment);
-                if (w.offsets) total.add_offsets(n, group[n].offset, x, s * x.units.segment);
+                total.add_span(sums, n, scales.now[n].scale, x, s * x.units.segment);
+                if (w.offsets) total.add_offsets(n, scales.now[n].offset, x, s * x.units.segment);
             }
+            scales.advance((s + 1) * segment);
         }
     total.store(y);
 }

@@ -50,32 +50,6 @@ inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& 
     });
 }
 
-// Scales and offsets of the spans of row blocks side by side, in order.
-template <int N> struct SpanScales {
-    const Weight& w;
-    const int64_t row_block, spans, apart;  // spans in a group; groups from a row block to the next
-    int64_t at, left;  // index of the group, and its spans that are left
-    GroupScales now[N];
-
-    SpanScales(const Weight& w, int64_t row_block, int64_t span, int64_t apart)
-        : w(w), row_block(row_block), spans(w.group / span), apart(apart), at(row_block * (w.inputs / w.group)), left(spans) {
-        read(0);
-    }
-    // Moves to the span at `input`, the next one.
-    void advance(int64_t input) {
-        if (--left || input == w.inputs) return;
-        left = spans, at++;
-        read(input);
-    }
-
-private:
-    void read(int64_t input) {
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++)
-            now[n] = w.factors ? GroupScales(w, at + n * apart, Factors(w, row_block + (apart ? n : 0), input)) : GroupScales(w, at + n * apart);
-    }
-};
-
 // y [M][ALONG] of N row blocks for M rows. A segment is a block, or half of one (STEPS fours).
 template <int B, int M, int N, int STEPS>
 __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float* y) {

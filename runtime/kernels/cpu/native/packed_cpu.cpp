@@ -34,7 +34,7 @@ enum class Path { BYTES, WORDS, TILES };
 inline Path path_of(const Weight& w, int64_t rows) {
     if (rows <= few_limit(w)) return Path::BYTES;
     // Sums leave the tiles at the end of each segment: with the shortest segments, and those of super-blocks, words are cheaper.
-    return cut_of(w).segment >= INPUTS && !w.factors && have_amx() ? Path::TILES : Path::WORDS;
+    return cut_of(w).segment >= INPUTS && !cut_of(w).levels() && have_amx() ? Path::TILES : Path::WORDS;
 }
 
 // False: no memory.
