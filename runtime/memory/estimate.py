@@ -21,7 +21,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
-from mycli.runtime.quantization.scheme import Packing, stacked_packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, Packing, stacked_packing
 from mycli.runtime.utils.dtypes import FP8_PIECE
 
 TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
@@ -121,7 +121,7 @@ def activation_bytes(plan: MemoryPlan) -> int:
 def dequantization_bytes(plan: MemoryPlan) -> int:
     # A GPU unpacks the largest product to multiply many rows.
     # The CPU multiplies packed integers directly; non-integer codebooks it decodes in parts of `TABLE_PART` weights.
-    tables = any(packing.codes not in ("int", "e2m1", "iq4") for packing in plan.packings.values())
+    tables = any(packing.codes not in ("int", "e2m1", *INTEGER_TABLES) for packing in plan.packings.values())
     if not (plan.gpu or tables):
         return 0
     largest = codes = 0

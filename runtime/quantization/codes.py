@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, Packing
 
 # E4M3, E5M2 and E2M1 follow OCP's "8-bit Floating Point Specification" and "Microscaling Formats", NF4 is QLoRA's
-# (arXiv 2305.14314), FP4 is bitsandbytes', which has an order of its own, IQ4 is ggml's, in ascending order.
+# (arXiv 2305.14314), FP4 is bitsandbytes', which has an order of its own.
 
 # Quantiles of a normal distribution, as published with QLoRA; every value is exact in fp32.
 _NF4 = (
@@ -29,7 +29,6 @@ _NF4 = (
 )
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the sign is the fourth bit, here and below
 _FP4 = tuple(value / 12.0 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -41,8 +40,8 @@ def code_table(packing: Packing) -> Tensor:
         return torch.arange(256, dtype=torch.uint8).view(_FLOAT8[packing.codes]).float()
     if packing.codes == "nf4":
         return torch.tensor(_NF4)
-    if packing.codes == "iq4":
-        return torch.tensor(IQ4, dtype=torch.float32)
+    if packing.codes in INTEGER_TABLES:
+        return torch.tensor(INTEGER_TABLES[packing.codes], dtype=torch.float32)
     positive = torch.tensor(_E2M1 if packing.codes == "e2m1" else _FP4)
     return torch.cat([positive, -positive])
 

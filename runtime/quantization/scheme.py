@@ -1,7 +1,7 @@
 """`Packing`, the number format of quantized weights: bits, groups and scales, its sizes and its name; without torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Literal
@@ -16,8 +16,19 @@ NF4_GROUP = 64  # QLoRA's
 OWN_LAYOUT = "compressed_tensors"
 NF4_LAYOUT = "bitsandbytes"
 # The kind of codes: signed integers, or a table: 8-bit floats, E2M1 (the FP4 of OCP's MX and of NVIDIA), QLoRA's NF4,
-# bitsandbytes' FP4, or the integers of ggml's IQ4_NL and IQ4_XS.
-Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "iq4"]
+# bitsandbytes' FP4, or one of `INTEGER_TABLES`.
+Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
+# The integers of which ggml's codebook types consist, in ascending order. In tables that are symmetric, the complement of
+# a code has the negative value. Those of three bits have six integers; the first and the last are there twice.
+INTEGER_TABLES: Mapping[Codes, tuple[int, ...]] = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "iq3_xxs": (-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62),
+    "iq3_s": tuple(range(-15, 16, 2)),
+    "iq2": (-43, -43, -25, -8, 8, 25, 43, 43),
+    "iq1": (-9, -9, -7, -1, 1, 7, 9, 9),
+}
+# What the scales of super-blocks are integers of, in factors: 1 if absent.
+SCALE_UNITS: Mapping[Codes, float] = {"iq3_xxs": 0.25, "iq2": 0.125, "iq1": 0.125}
 ActivationBits = Literal[8, 16]
 _OFFSET_BYTES, _INDEX_BYTES = 4, 4
 SUPER_BLOCK = 256  # inputs of a row that share the factors of their scales
@@ -48,7 +59,7 @@ class Packing:
 
     def as_integers(self) -> "Packing":
         """Return the packing of the same weights as int8 if its table holds integers, else itself."""
-        return replace(self, bits=8, codes="int") if self.codes == "iq4" else self
+        return replace(self, bits=8, codes="int") if self.codes in INTEGER_TABLES else self
 
     def on_gpu(self) -> "Packing | None":
         """Return the packing in which GPU kernels store the same weights, or None if they do not support it."""

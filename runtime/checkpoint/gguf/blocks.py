@@ -13,26 +13,29 @@ from torch import Tensor
 from mycli.runtime.checkpoint.gguf import codebooks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME, GgmlType
 from mycli.runtime.errors import ModelError
-from mycli.runtime.quantization.codes import IQ4
+from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
+from mycli.runtime.quantization.scheme import SCALE_UNITS
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The parts of n blocks: weight = scale * level + minimum.
+    """The parts of n blocks: weight = scale * level + minimum, or scale * table[level] + minimum.
 
     levels: int8 [n, block]; scales, minima: fp32 [n, block / group]. factors: fp16 [n, 1 or 2], only of super-blocks,
-    whose scales (and minima) are integers times the first (and second) factor.
+    whose scales (and minima) are integers times the first (and second) factor. table: [2^bits].
     """
 
     levels: Tensor
     scales: Tensor
     minima: Tensor | None = None
     factors: Tensor | None = None
+    table: Tensor | None = None
 
     def values(self) -> Tensor:
         blocks, groups = self.scales.shape
-        weights = self.levels.view(blocks, groups, -1) * self.scales.unsqueeze(-1)
+        levels = self.levels if self.table is None else self.table[self.levels.int()]
+        weights = levels.view(blocks, groups, -1) * self.scales.unsqueeze(-1)
         if self.minima is not None:
             weights = weights + self.minima.unsqueeze(-1)
         return weights.view(blocks, -1)
@@ -127,19 +130,6 @@ def _q6_k(x: Tensor) -> Groups:
     return _super_block(levels.to(torch.int8) - 32, scales, _halves(x[:, 208:210]))
 
 
-def _iq4(codes: Tensor) -> Tensor:
-    return torch.tensor(IQ4, dtype=torch.int8)[codes.long()]
-
-
-def _iq4_nl(x: Tensor) -> Groups:
-    return Groups(_iq4(_nibbles(x[:, 2:], 16)), _half(x[:, :2]))
-
-
-def _iq4_xs(x: Tensor) -> Groups:
-    scales = _nibbles(x[:, 4:8], 1) | (_split(x[:, 2:4], (0, 2, 4, 6), 1) & 3) << 4
-    return _super_block(_iq4(_nibbles(x[:, 8:], 16)), scales.to(torch.int8) - 32, _halves(x[:, :2]))
-
-
 def _q1_0(x: Tensor) -> Groups:
     return Groups(2 * _bits(x[:, 2:]).to(torch.int8) - 1, _half(x[:, :2]))
 
@@ -162,8 +152,6 @@ _READERS: Mapping[str, Callable[[Tensor], Groups]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
     "Q1_0": _q1_0,
     "Q2_0": _q2_0,
 }
@@ -173,8 +161,14 @@ def read_groups(data: Tensor, kind: GgmlType) -> Groups:
     """Split blocks, uint8 [n, kind.nbytes], into levels, scales and minima."""
     if kind.name in _READERS:
         return _READERS[kind.name](data)
-    levels, scales = codebooks.READERS[kind.name](data)
-    return Groups(levels, scales)
+    table = None
+    if kind.codes != "int":
+        table = torch.tensor(codebooks.FP4) if kind.codes == "e2m1" else code_table(kind.packing)
+    if kind.name in codebooks.READERS:
+        return Groups(*codebooks.READERS[kind.name](data), table=table)
+    codes, multiples, factors = codebooks.NESTED_READERS[kind.name](data)
+    unit = factors.float() * SCALE_UNITS.get(kind.codes, 1.0)
+    return Groups(codes, unit * multiples, factors=factors, table=table)
 
 
 def dequantize_blocks(data: Tensor, name: str) -> Tensor:
@@ -196,18 +190,16 @@ def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> Pa
         packing, whole = replace(packing, super_blocks=False), pack_rows(data, kind)
         return reorder_columns(replace(whole, packing=packing), columns)
     groups = read_groups(data.reshape(-1, kind.nbytes), kind)
-    if packing.codes == "e2m1":
-        return _pack_fp4(data, kind, groups)
-    if packing.codes == "iq4":
-        return _pack_iq4(data, kind, groups)
     half = 1 << (packing.bits - 1)
-    codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
+    codes = groups.levels.to(torch.int16) + (0 if kind.minimum or groups.table is not None else half)
     if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
         raise ModelError(f"a block of {kind.name} holds a level outside the range of the type", code="pull-again")
     width = data.shape[1] // kind.nbytes * kind.block
     # Kernels take groups of at most 128: a wider group becomes several with the same scale.
     repeat = kind.group // (packing.group_size or kind.group)
     scales = groups.scales.view(len(data), -1).repeat_interleave(repeat, dim=1)
+    if packing.codes == "e2m1":  # whose codes have half of ggml's values
+        scales = scales * 2
     packed = pack(codes.to(torch.uint8).view(len(data), width), packing.bits)
     factors = None if groups.factors is None else groups.factors.view(len(data), -1, groups.factors.shape[1])
     weight = PackedWeight(packed, scales, packing, width, factors=factors)
@@ -219,24 +211,6 @@ def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> Pa
     # Where all levels are zero the scale has no meaning, but a large one would round the minimum away.
     scales = torch.where(codes.view(*scales.shape, -1).any(dim=-1), scales, 0.0)
     return replace(weight, scales=scales, offsets=minima + half * scales)
-
-
-def _pack_fp4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
-    # The levels of these types are twice the values of E2M1, whose codes are the positions in the table.
-    table = torch.tensor(codebooks.FP4)
-    magnitude = torch.searchsorted(table[:8], groups.levels.abs())
-    codes = (magnitude | (groups.levels < 0).long() << 3).to(torch.uint8)
-    columns = data.shape[1] // kind.nbytes * kind.block
-    scales = groups.scales.view(len(data), -1) * 2
-    return PackedWeight(pack(codes.view(len(data), columns), 4), scales, kind.packing, columns)
-
-
-def _pack_iq4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
-    codes = torch.searchsorted(torch.tensor(IQ4, dtype=torch.int8), groups.levels).to(torch.uint8)
-    columns = data.shape[1] // kind.nbytes * kind.block
-    factors = None if groups.factors is None else groups.factors.view(len(data), -1, 1)
-    packed, scales = pack(codes.view(len(data), columns), 4), groups.scales.view(len(data), -1)
-    return PackedWeight(packed, scales, kind.packing, columns, factors=factors)
 
 
 def reorder_columns(weight: PackedWeight, columns: Tensor) -> PackedWeight:

@@ -18,7 +18,7 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
-from mycli.runtime.quantization.scheme import ActivationBits, Packing
+from mycli.runtime.quantization.scheme import SCALE_UNITS, ActivationBits, Packing
 from mycli.runtime.utils.memory import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # a block of the packed layout
@@ -26,7 +26,8 @@ _BITS = (8, 6, 5, 4, 3, 2)
 _FILLED_BYTES = 64 << 20
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
-_TABLES = {"e2m1": 20, "iq4": 36}  # `E2M1` and `IQ4` of packed_layout.h
+# The tables of packed_layout.h.
+_TABLES = {"e2m1": 20, "iq4": 36, "iq3_xxs": 52, "iq3_s": 68, "iq2": 83, "iq1": 99}
 _DENSE_TYPES = Declined("dense-product-types")
 _DENSE_LAYOUT = Declined("dense-weight-layout")
 _GRADIENT = Declined("no-gradient")
@@ -110,6 +111,7 @@ class CpuMatmul:
             scale_type=_BYTES if factors is not None else STORED_TYPES[scales.dtype],
             kind=_TABLES.get(weight.packing.codes, weight.packing.bits),
             activations=weight.packing.activations,
+            unit=SCALE_UNITS.get(weight.packing.codes, 1.0),
         )
         self._pointer = ctypes.pointer(self._weight)
         self._repack(weight.packed)
@@ -191,7 +193,7 @@ def gather_codes(weights: Sequence[CpuMatmul]) -> None:
 
 
 class CpuKernel:
-    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, E2M1, and IQ4; in native code."""
+    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and tables of integers; in native code."""
 
     name = "cpu"
 

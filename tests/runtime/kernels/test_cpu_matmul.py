@@ -24,7 +24,7 @@ from mycli.runtime.kernels.cpu.matmul import (
 )
 from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, as_integers, dequantize, pack
-from mycli.runtime.quantization.scheme import ActivationBits, Codes, Packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, ActivationBits, Codes, Packing
 from mycli.runtime.utils.memory import HUGE
 
 CPU = torch.device("cpu")
@@ -39,7 +39,9 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 
 def packing_of(kind: Kind, group: int | None, offsets: bool = False) -> Packing:
-    return Packing(kind, group, offsets=offsets) if isinstance(kind, int) else Packing(4, group, codes=kind)
+    if isinstance(kind, int):
+        return Packing(kind, group, offsets=offsets)
+    return Packing((len(INTEGER_TABLES.get(kind, range(16))) - 1).bit_length(), group, codes=kind)
 
 
 def packed_weight(
@@ -361,9 +363,10 @@ def test_dense_product_hides_nothing_that_is_not_finite(library: Native, value: 
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_a_table_of_integers_has_the_bits_of_integers(library: Native, bits: ActivationBits) -> None:
-    """IQ4 stored in 4 bits multiplies as its values in int8 do, whatever the rows and the type of the activations."""
-    table = packed_weight("iq4", (45, 512), 32, torch.float32)
+@pytest.mark.parametrize("codes", INTEGER_TABLES)
+def test_a_table_of_integers_has_the_bits_of_integers(library: Native, codes: Codes, bits: ActivationBits) -> None:
+    """Codes of 4 or 3 bits multiply as their values in int8 do, whatever the rows and the type of the activations."""
+    table = packed_weight(codes, (45, 512), 32, torch.float32)
     integers = as_integers(table)
     assert integers.packing.name == "int8-g32" and torch.equal(dequantize(integers), dequantize(table))
     found, wanted = CpuMatmul(library, table), CpuMatmul(library, integers)

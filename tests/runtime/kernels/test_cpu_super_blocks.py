@@ -12,7 +12,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, unpack
-from mycli.runtime.quantization.scheme import SUPER_BLOCK, ActivationBits
+from mycli.runtime.quantization.scheme import SCALE_UNITS, SUPER_BLOCK, ActivationBits, Codes
 from mycli.runtime.quantization.super_blocks import scale_codes
 from tests.support.packed_weights import super_block_weight
 
@@ -116,10 +116,15 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 
 
 @pytest.mark.parametrize("activations", [16, 8])
-def test_a_table_with_super_blocks_has_the_bits_of_its_scales(library: Native, activations: ActivationBits) -> None:
-    """IQ4_XS: whatever the rows and their type; three row blocks, so that one is multiplied alone."""
-    weight = super_block_weight(4, (48, 768), 32, offsets=False)
-    weight = replace(weight, packing=replace(weight.packing, codes="iq4", activations=activations))
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("codes", ["iq4", "iq2"])
+def test_a_table_with_super_blocks_has_the_bits_of_its_scales(
+    library: Native, codes: Codes, group: int, activations: ActivationBits
+) -> None:
+    """Whatever the rows and their type; of 4 and 3 bits; with a unit; three row blocks, so that one is multiplied alone."""
+    weight = super_block_weight(4 if codes == "iq4" else 3, (48, 768), group, offsets=False)
+    packing = replace(weight.packing, codes=codes, activations=activations)
+    weight = replace(weight, packing=packing, scales=weight.scales * SCALE_UNITS.get(codes, 1.0))
     nested, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
     assert torch.equal(nested.dequantize(), dequantize(weight))
     assert nested.nbytes == weight.packing.bytes(48, 768) < 0.9 * plain.nbytes

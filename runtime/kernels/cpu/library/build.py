@@ -52,6 +52,7 @@ class CWeight(ctypes.Structure):
         ("inputs", c_int64),
         ("group", c_int64),
         *((name, c_int32) for name in ("bits", "scale_type", "kind", "activations")),
+        ("unit", c_float),
     ]
 
 

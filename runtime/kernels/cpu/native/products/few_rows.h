@@ -111,6 +111,10 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
     switch (w.kind) {
         case E2M1: return use(std::integral_constant<int, E2M1>());
         case IQ4: return use(std::integral_constant<int, IQ4>());
+        case IQ3_XXS: return use(std::integral_constant<int, IQ3_XXS>());
+        case IQ3_S: return use(std::integral_constant<int, IQ3_S>());
+        case IQ2: return use(std::integral_constant<int, IQ2>());
+        case IQ1: return use(std::integral_constant<int, IQ1>());
         case 2: return use(std::integral_constant<int, 2>());
         case 3: return use(std::integral_constant<int, 3>());
         case 4: return use(std::integral_constant<int, 4>());

@@ -53,8 +53,9 @@ struct Weight {  // mirrored by build.py
     const uint16_t* factors;  // or null; if present, scales and offsets are I8
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
-    int32_t kind;  // of the codes: `bits` of integers, E2M1 (`scales` are halved) or IQ4
+    int32_t kind;  // of the codes: `bits` of integers, or a table: E2M1 (`scales` are halved), IQ4 ...
     int32_t activations;  // bits of the integers that bf16 activations become: 16 or 8
+    float unit;  // times a factor and an integer, this is a scale
 };
 
 namespace {
@@ -220,22 +221,34 @@ inline __attribute__((always_inline)) Words cut_field(Words v, int shift, int pl
     return mask == 0xffff ? moved : moved & mask;
 }
 
-// B is the number of bits of a code, or a table of 16: E2M1, or IQ4, that of ggml's IQ4_NL and IQ4_XS. The values of IQ4, and
-// twice those of E2M1, are integers, so their products are those of integers: a byte from the table replaces the code.
-constexpr int E2M1 = 16 + 4, IQ4 = 32 + 4;
-template <int B> constexpr bool TABLE = B == E2M1 || B == IQ4;
+// B is the number of bits of a code, plus 16 times the number of a table of 16 or 8: E2M1, or one of ggml's codebook types. The
+// values of those, and twice those of E2M1, are integers, so their products are those of integers: a byte from the table replaces
+// the code.
+constexpr int E2M1 = 16 + 4, IQ4 = 32 + 4, IQ3_XXS = 48 + 4, IQ3_S = 64 + 4, IQ2 = 80 + 3, IQ1 = 96 + 3;
+template <int B> constexpr bool TABLE = B >= 16;
 template <int B> constexpr int STORED = B & 15;  // bits
-template <int B> constexpr int ZERO = B == E2M1 ? 12 : B == IQ4 ? 128 : 1 << (B - 1);  // subtracted from a number of `numbers` to get the signed value
-template <int B> constexpr int LARGEST = B == E2M1 ? 24 : B == IQ4 ? 241 : (1 << B) - 1;  // of these numbers
+// Tables of the numbers that replace codes: the values of `INTEGER_TABLES` plus ZERO.
+constexpr int ZEROS[] = {12, 128, 64, 16, 64, 16};
+alignas(16) constexpr uint8_t NUMBERS[][16] = {
+    {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+    {2, 12, 20, 28, 36, 44, 52, 60, 68, 76, 84, 92, 100, 108, 116, 126},
+    {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31},
+    {21, 21, 39, 56, 72, 89, 107, 107},
+    {7, 7, 9, 15, 17, 23, 25, 25}};
+constexpr int largest_of(const uint8_t (&numbers)[16]) {
+    int largest = 0;
+    for (const uint8_t number : numbers) largest = number > largest ? number : largest;
+    return largest;
+}
+template <int B> constexpr int ZERO = TABLE<B> ? ZEROS[B / 16 - 1] : 1 << (B - 1);  // subtracted from a number of `numbers` to get the signed value
+template <int B> constexpr int LARGEST = TABLE<B> ? largest_of(NUMBERS[B / 16 - 1]) : (1 << B) - 1;  // of these numbers
 
 // A vector V of codes in bytes, as numbers from 0.
 template <int B, class V> inline __attribute__((always_inline)) V numbers(V codes) {
     if constexpr (TABLE<B>) {
         typedef uint8_t Sixteen __attribute__((vector_size(16)));
-        alignas(16) static constexpr uint8_t tables[2][16] = {
-            {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
-            {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
-        const uint8_t* const table = tables[B == IQ4];
+        const uint8_t* const table = NUMBERS[B / 16 - 1];
 #if defined(__AVX512BW__)
         if constexpr (sizeof(V) == 64) return (V)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_vector<__m128i>(table)), (__m512i)codes);
 #endif

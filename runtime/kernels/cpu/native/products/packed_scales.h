@@ -31,8 +31,8 @@ template <int B> constexpr int LEVELS = B == 4 || B == 5 ? 32 : B == 2 || B == 3
 
 inline Cut cut_of(const Weight& w) {
     const int64_t segment = std::min(SPAN, w.group & -w.group);  // the largest power of two, up to SPAN, that divides the group
-    // Values of IQ4 times integer scales would leave activations too few bits: each group is scaled.
-    if (!w.factors || w.kind == IQ4) return {segment, segment, 0};
+    // Values of tables times integer scales would leave activations too few bits: each group is scaled.
+    if (!w.factors || w.kind > 16) return {segment, segment, 0};
     // Integer scales are below 64 with offsets, else at least -128. Times codes that is 2^9 at most, but 2^10 with 5 bits and
     // 2^12 with 6; a span of 15-bit activations may have 2^16.
     const int64_t largest = (w.offsets ? 64 : 128) << (w.bits - 1);
@@ -57,7 +57,7 @@ struct Factors {
         const uint16_t* from = w.factors + (row_block * (w.inputs / SUPER_BLOCK) + input / SUPER_BLOCK) * (w.offsets ? 2 : 1) * ROWS;
 #pragma GCC unroll 4
         for (int part = 0; part < PARTS; part++) {
-            scale[part] = widen(from, part * LANES, F16);
+            scale[part] = widen(from, part * LANES, F16) * w.unit;
             offset[part] = w.offsets ? widen(from + ROWS, part * LANES, F16) : Floats{};
         }
     }
