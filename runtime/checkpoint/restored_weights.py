@@ -55,17 +55,17 @@ def joined_tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
 
 def joined_linears(config: ModelConfig) -> Iterator[JoinedTensor]:
     """Yield the tensors in which the family's files have several linears that are not experts."""
-    shapes = dict(config.tensors())
-    for layer in config.layer_specs:
-        if config.model_type in _UP_FIRST:
-            gate, up = (f"{linear.name}.weight" for linear in layer.dense_mlp.gate_up)
-            yield JoinedTensor(_up_gate(layer.dense_mlp), (2 * shapes[up][0], shapes[up][1]), (up, gate))
+    for layer in config.layer_specs if config.model_type in _UP_FIRST else ():
+        gate, up = layer.dense_mlp.gate_up
+        shape = (2 * up.out_features, up.in_features)
+        yield JoinedTensor(_up_gate(layer.dense_mlp), shape, (f"{up.name}.weight", f"{gate.name}.weight"))
     for attention in config.attentions if config.model_type in _GROUPED.keys() - {"llama"} else ():
         if isinstance(attention, AttentionSpec) and len(attention.qkv) == 3:
-            name = _grouped_name(attention, config.model_type)
-            for ending in ("weight", "bias") if attention.qkv[0].bias else ("weight",):
+            name, first = _grouped_name(attention, config.model_type), attention.qkv[0]
+            rows = sum(linear.out_features for linear in attention.qkv)
+            for ending in ("weight", "bias") if first.bias else ("weight",):
+                shape = (rows, first.in_features) if ending == "weight" else (rows,)
                 parts = tuple(f"{linear.name}.{ending}" for linear in attention.qkv)
-                shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
                 yield JoinedTensor(f"{name}.{ending}", shape, parts, groups=attention.kv_heads)
 
 
