@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
 from mycli.runtime.models.families import gemma2
-from mycli.runtime.models.families.gemma4_text import read_kv_sources
+from mycli.runtime.models.families.gemma4_text import base_layer, read_kv_sources
 from mycli.runtime.models.hf_rope import read_sliding_rope
-from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, PerLayerSpec, StreamsSpec
+from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, StreamsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
@@ -28,33 +28,18 @@ class Gemma3nLayers:
     scales: bool  # whether the gate of per-layer inputs reads the active stream times a tensor
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        base, prefix, hidden = gemma2.layer(config, index), f"model.layers.{index}", config.hidden_size
-        width, laurel = self.sizes[index], f"{prefix}.laurel"
-        mlp = replace(
-            base.dense_mlp,
-            size=width,
-            gate_up=tuple(replace(linear, out_features=width) for linear in base.dense_mlp.gate_up),
-            down=replace(base.dense_mlp.down, in_features=width),
-            sparsity=self.sparsities[index],
-        )
-        unread = () if self.kv_sources[index] is None else (f"{prefix}.self_attn.k_", f"{prefix}.self_attn.v_")
-        return LayerSpec(
-            index,
-            self._attention(config, base.attention, index),
-            mlp,
-            per_layer=PerLayerSpec(
-                LinearSpec(f"{prefix}.per_layer_input_gate", config.per_layer_width, hidden),
-                LinearSpec(f"{prefix}.per_layer_projection", hidden, config.per_layer_width),
-                config.norm_spec(f"{prefix}.post_per_layer_input_norm"),
-                config.activation,
-            ),
+        base = base_layer(config, index, self.sizes[index], self.kv_sources[index])
+        laurel, hidden = f"model.layers.{index}.laurel", config.hidden_size
+        return replace(
+            base,
+            mixer=self._attention(config, base.attention, index),
+            mlp=replace(base.dense_mlp, sparsity=self.sparsities[index]),
             laurel=LaurelSpec(
                 LinearSpec(f"{laurel}.linear_left", self.laurel_rank, hidden),
                 LinearSpec(f"{laurel}.linear_right", hidden, self.laurel_rank),
                 config.norm_spec(f"{laurel}.post_laurel_norm"),
             ),
-            streams=self._streams(config, f"{prefix}.altup"),
-            ignored_prefixes=unread,
+            streams=self._streams(config, f"model.layers.{index}.altup"),
         )
 
     def _streams(self, config: ModelConfig, name: str) -> StreamsSpec:

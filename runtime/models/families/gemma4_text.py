@@ -9,7 +9,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, SharedEx
 from mycli.runtime.models.families import gemma2
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_sliding_rope
 from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
-from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, MlpSpec, NormSpec, RopeSpec
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec, NormSpec, RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 _HANDLED = ("final_logit_softcapping", "rope_parameters", "proportional", "partial_rotary_factor")
@@ -33,35 +33,18 @@ class Gemma4Layers:
     mixture: MoeLayers | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        base, prefix, hidden = gemma2.layer(config, index), f"model.layers.{index}", config.hidden_size
         kv_source = self.kv_sources[index]
-        width = config.intermediate_size * (2 if self.double_wide and kv_source is not None else 1)
-        mlp = replace(
-            base.dense_mlp,
-            size=width,
-            gate_up=tuple(replace(linear, out_features=width) for linear in base.dense_mlp.gate_up),
-            down=replace(base.dense_mlp.down, in_features=width),
-        )
-        unread = () if kv_source is None else (f"{prefix}.self_attn.k_", f"{prefix}.self_attn.v_")
-        per_layer = None  # E2B and E4B have per-layer inputs
-        if config.per_layer_width:
-            per_layer = PerLayerSpec(
-                LinearSpec(f"{prefix}.per_layer_input_gate", config.per_layer_width, hidden),
-                LinearSpec(f"{prefix}.per_layer_projection", hidden, config.per_layer_width),
-                config.norm_spec(f"{prefix}.post_per_layer_input_norm"),
-                config.activation,
-            )
-        return LayerSpec(
-            index,
-            self._attention(config, base.attention, index),
-            mlp if self.mixture is None else self._parallel_experts(self.mixture, config, mlp, base),
-            per_layer=per_layer,
-            layer_scalar=f"{prefix}.layer_scalar",
-            ignored_prefixes=unread,
+        size = config.intermediate_size * (2 if self.double_wide and kv_source is not None else 1)
+        base = base_layer(config, index, size, kv_source)
+        return replace(
+            base,
+            mixer=self._attention(config, base.attention, index),
+            mlp=base.mlp if self.mixture is None else self._parallel_experts(self.mixture, config, base),
+            layer_scalar=f"model.layers.{index}.layer_scalar",
         )
 
     # 26B-A4B: MLP and experts in parallel; they and the router read the residual stream through norms of their own.
-    def _parallel_experts(self, mixture: MoeLayers, config: ModelConfig, mlp: MlpSpec, base: LayerSpec) -> ExpertsSpec:
+    def _parallel_experts(self, mixture: MoeLayers, config: ModelConfig, base: LayerSpec) -> ExpertsSpec:
         prefix, hidden = f"model.layers.{base.index}", config.hidden_size
         experts = mixture.replace_mlp(base, config).mlp
         assert isinstance(experts, ExpertsSpec)
@@ -69,7 +52,7 @@ class Gemma4Layers:
         return replace(
             experts,
             norm=None,
-            shared=SharedExpertSpec(replace(mlp, output_norm=after)),
+            shared=SharedExpertSpec(replace(base.dense_mlp, output_norm=after)),
             router_norm=NormSpec(f"{prefix}.router.scale", hidden, config.rms_norm_eps, factor=hidden**-0.5, bare=True),
             expert_norm=config.norm_spec(f"{prefix}.pre_feedforward_layernorm_2"),
             expert_output_norm=config.norm_spec(f"{prefix}.post_feedforward_layernorm_2"),
@@ -95,6 +78,26 @@ class Gemma4Layers:
             kv_source=kv_source,
             kv_shared=index in self.kv_sources,
         )
+
+
+def base_layer(config: ModelConfig, index: int, size: int, kv_source: int | None) -> LayerSpec:
+    """Return a layer of Gemma 2 with an MLP of `size` and, if the model has them, per-layer inputs."""
+    layer, prefix, hidden = gemma2.layer(config, index), f"model.layers.{index}", config.hidden_size
+    mlp, per_layer = layer.dense_mlp, None
+    if config.per_layer_width:
+        per_layer = PerLayerSpec(
+            LinearSpec(f"{prefix}.per_layer_input_gate", config.per_layer_width, hidden),
+            LinearSpec(f"{prefix}.per_layer_projection", hidden, config.per_layer_width),
+            config.norm_spec(f"{prefix}.post_per_layer_input_norm"),
+            config.activation,
+        )
+    gate_up = tuple(replace(linear, out_features=size) for linear in mlp.gate_up)
+    return replace(
+        layer,
+        mlp=replace(mlp, size=size, gate_up=gate_up, down=replace(mlp.down, in_features=size)),
+        per_layer=per_layer,
+        ignored_prefixes=() if kv_source is None else (f"{prefix}.self_attn.k_", f"{prefix}.self_attn.v_"),
+    )
 
 
 def read_kv_sources(raw: Fields, slides: tuple[bool, ...]) -> tuple[int | None, ...]:
