@@ -64,9 +64,9 @@ def joined_linears(config: ModelConfig) -> Iterator[JoinedTensor]:
             name, first = _grouped_name(attention, config.model_type), attention.qkv[0]
             rows = sum(linear.out_features for linear in attention.qkv)
             for ending in ("weight", "bias") if first.bias else ("weight",):
-                shape = (rows, first.in_features) if ending == "weight" else (rows,)
+                columns = (first.in_features,) if ending == "weight" else ()
                 parts = tuple(f"{linear.name}.{ending}" for linear in attention.qkv)
-                yield JoinedTensor(f"{name}.{ending}", shape, parts, groups=attention.kv_heads)
+                yield JoinedTensor(f"{name}.{ending}", (rows, *columns), parts, groups=attention.kv_heads)
 
 
 def _stacked_experts(spec: ExpertsSpec, shapes: Mapping[str, Shape]) -> Iterator[JoinedTensor]:
