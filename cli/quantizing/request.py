@@ -123,14 +123,27 @@ def noting_stop(call: Call, when_stopped: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def unfinished_work(work_folder: Path | None) -> str:
-    if work_folder is not None and work_folder.is_dir():
-        return f"finished blocks are stored in {work_folder}; to continue"
-    return "nothing was written; to start again"
+def carry_out_request(
+    call: Call,
+    request: QuantizationRequest,
+    placement: "Placement",
+    steps: str,
+    quantize: "Callable[..., Outcome]",
+    stored_in: Path | None,
+) -> None:
+    """Do what was planned, print and draw the result, then raise GateError if it exceeds a limit.
 
+    steps: target and work, for the summary. quantize: as for `carry_out`, and still takes `overwrite` and `restart`.
+    stored_in: the folder of finished blocks, None if the work has none.
+    """
 
-def finish(call: Call, request: QuantizationRequest, outcome: "Outcome") -> None:
-    """Print and draw a result, then raise GateError if it exceeds a limit."""
+    def unfinished_work() -> str:
+        if stored_in is not None and stored_in.is_dir():
+            return f"finished blocks are stored in {stored_in}; to continue"
+        return "nothing was written; to start again"
+
+    quantize = partial(quantize, overwrite=request.overwrite, restart=request.restart)
+    outcome = carry_out(call, placement, f"{request.source.label} → {steps}", quantize, unfinished_work)
     errors = [layer_error(layer) for layer in outcome.layers]
     show_outcome(call, outcome, errors)
     if request.plot is not None:  # after the result, which a full disk must not take away

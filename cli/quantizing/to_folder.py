@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
-from mycli.cli.quantizing.request import (
-    QuantizationRequest,
-    carry_out,
-    finish,
-    quantization_progress,
-    tell_how_to_use,
-    unfinished_work,
-)
+from mycli.cli.quantizing.request import QuantizationRequest, carry_out_request, quantization_progress, tell_how_to_use
 from mycli.cli.reports.quantization import show_plan, steps
 from mycli.cli.text.progress import duration
 from mycli.quant.planning.target import check_target, require_writable_parent
@@ -61,19 +54,9 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
         show_plan(call, work, target, choosing + expected_seconds(work, placement))
         return
 
+    quantize = partial(pipeline.quantize, work, target, placement, work_folder=work_folder)
     stored_in = work_folder if work.recipe.needs_data else None
-    summary = f"{request.source.label} → {target.name}: {'; '.join(steps(work))}"
-    quantize = partial(
-        pipeline.quantize,
-        work,
-        target,
-        placement,
-        overwrite=request.overwrite,
-        work_folder=work_folder,
-        restart=request.restart,
-    )
-    outcome = carry_out(call, placement, summary, quantize, lambda: unfinished_work(stored_in))
-    finish(call, request, outcome)
+    carry_out_request(call, request, placement, f"{target.name}: {'; '.join(steps(work))}", quantize, stored_in)
     if request.output is None:
         tell_how_to_use(call, request.folder, shlex.quote(target.name))
 

@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
-from mycli.cli.quantizing.request import (
-    QuantizationRequest,
-    carry_out,
-    finish,
-    quantization_progress,
-    tell_how_to_use,
-    unfinished_work,
-)
+from mycli.cli.quantizing.request import QuantizationRequest, carry_out_request, quantization_progress, tell_how_to_use
 from mycli.cli.reports.quantization import plan_fields, plan_rows
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.planning.target import require_writable_parent
@@ -53,18 +46,8 @@ def quantize_to_gguf(call: Call, request: QuantizationRequest, recipe: GgufRecip
     if request.dry_run:
         _show_plan(call, work, target)
         return
-    quantize = partial(
-        quantize_gguf,
-        work,
-        target,
-        placement,
-        overwrite=request.overwrite,
-        work_folder=work_folder,
-        restart=request.restart,
-    )
-    summary = f"{request.source.label} → {target.name}: {_steps(work)}"
-    outcome = carry_out(call, placement, summary, quantize, lambda: unfinished_work(work_folder))
-    finish(call, request, outcome)
+    quantize = partial(quantize_gguf, work, target, placement, work_folder=work_folder)
+    carry_out_request(call, request, placement, f"{target.name}: {_steps(work)}", quantize, work_folder)
     name = f"./{target}" if target.parent == Path() else str(target)
     tell_how_to_use(call, request.folder, shlex.quote(name))
 
