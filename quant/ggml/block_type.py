@@ -80,6 +80,11 @@ class BlockType:
     def group(self) -> int:
         return self.stored.group
 
+    @property
+    def nests_minima(self) -> bool:
+        """Whether minima are multiples, which have no sign, of a factor; otherwise each group has one of any sign."""
+        return self.minima is not None and self.minima.count > 1
+
     def scale_values(self, solved: SolvedRows) -> "Tensor":
         """Return the scales, fp32 [G, N]."""
         # Exact: factors have 11 significant bits and multiples at most 8, so their product fits the 24 of fp32. Readers

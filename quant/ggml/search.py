@@ -110,7 +110,7 @@ def _affine(groups: Tensor, weights: Tensor, kind: BlockType) -> tuple[Tensor, T
     top = kind.levels().largest
     high = groups.amax(-1)
     low = groups.amin(-1)
-    if kind.minima is not None and kind.minima.count > 1:
+    if kind.nests_minima:
         low = low.clamp(max=0)
         high = torch.maximum(high, low + 1e-12)
     best = (high - low) / top, -low
@@ -124,7 +124,7 @@ def _affine(groups: Tensor, weights: Tensor, kind: BlockType) -> tuple[Tensor, T
         least = torch.where(better, error, least)
         levels = torch.where(better.unsqueeze(-1), rounded, levels)
 
-    middle = torch.zeros_like(low) if kind.minima is not None and kind.minima.count > 1 else (low + high) / 2
+    middle = torch.zeros_like(low) if kind.nests_minima else (low + high) / 2
     for above in _ENDS:
         for below in _ENDS:
             start, end = middle + (low - middle) * below, middle + (high - middle) * above
@@ -142,7 +142,7 @@ def _least_squares(groups: Tensor, levels: Tensor, weights: Tensor, kind: BlockT
     solvable = determinant > 1e-6 * total * second
     scale = torch.where(solvable, (total * product - first * values) / determinant, product / second)
     minimum = torch.where(solvable, (first * product - second * values) / determinant, 0.0)
-    if kind.minima is not None and kind.minima.count > 1:
+    if kind.nests_minima:
         alone = minimum < 0
         scale, minimum = torch.where(alone, product / second, scale), minimum.clamp(min=0)
     return scale.nan_to_num(0.0, 0.0, 0.0), minimum.nan_to_num(0.0, 0.0, 0.0)
@@ -178,7 +178,7 @@ def _adjust(
     best, best_low = multiples, low
     least, levels = torch.full_like(multiples, torch.inf), torch.zeros_like(groups)
     for step in _STEPS if kind.scales.count > 1 else (0,):
-        for low_step in _STEPS if kind.minima is not None and kind.minima.count > 1 else (0,):
+        for low_step in _STEPS if kind.nests_minima else (0,):
             candidate = (multiples + step * kind.scales.step).clamp(kind.scales.first, kind.scales.last)
             minima, shifted = None, None
             if low is not None and second is not None and kind.minima is not None:

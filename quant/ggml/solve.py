@@ -134,7 +134,7 @@ class _SuperBlock:
 
     def move(self) -> None:
         for group in range(len(self._multiples)):
-            if self._kind.minima is not None and self._kind.minima.count > 1:
+            if self._kind.nests_minima:
                 self._move_both(group)
             elif self._kind.scales.count > 1:
                 self._move_multiple(group)
