@@ -91,25 +91,9 @@ def measure_shares(
 ) -> list[Share]:
     """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width."""
     config = model.config
-    context = model.context(windows.shape[1])
-    exact = replace(context, attention=PromptAttention())
-    with torch.no_grad(), reduced_precision(model.placement.device):
-        reference = model.embed(windows)
-        streams = reference.new_empty(config.layers + 1, *reference.shape)
-        streams[0] = reference
-        for index in range(config.layers):
-            model.advance(model.block(index), reference, context)
-            streams[index + 1] = streams[index]
-            low.advance(_dense(low, index), streams[index + 1], context)
-            progress("measuring sensitivity", index + 1, 2 * config.layers)
-    count = reference.shape[0] * reference.shape[1]
-
-    def divergence(window: int, scores: Tensor) -> Tensor:
-        with torch.no_grad():
-            teacher = model.logits(reference[window].clone()).log_softmax(1)
-        return functional.kl_div(scores, teacher, reduction="sum", log_target=True) / count
-
-    gradient = model.head_gradient(streams[-1], divergence)
+    exact = replace(model.context(windows.shape[1]), attention=PromptAttention())
+    reference, streams = _read(model, low, windows, progress)
+    gradient = _kl_gradient(model, reference, streams[-1])
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
@@ -128,6 +112,32 @@ def measure_shares(
             shares.append(_share(config, linear.specs, weight, max(0.0, loss), packing))
         progress("measuring sensitivity", 2 * config.layers - index, 2 * config.layers)
     return shares[::-1]
+
+
+def _read(model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress) -> tuple[Tensor, Tensor]:
+    """Return the last stream of `model`, and the stream of `low` before each block and after the last."""
+    layers, context = model.config.layers, model.context(windows.shape[1])
+    with torch.no_grad(), reduced_precision(model.placement.device):
+        reference = model.embed(windows)
+        streams = reference.new_empty(layers + 1, *reference.shape)
+        streams[0] = reference
+        for index in range(layers):
+            model.advance(model.block(index), reference, context)
+            streams[index + 1] = streams[index]
+            low.advance(_dense(low, index), streams[index + 1], context)
+            progress("measuring sensitivity", index + 1, 2 * layers)
+    return reference, streams
+
+
+def _kl_gradient(model: StreamedModel, reference: Tensor, stream: Tensor) -> Tensor:
+    count = reference.shape[0] * reference.shape[1]
+
+    def divergence(window: int, scores: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = model.logits(reference[window].clone()).log_softmax(1)
+        return functional.kl_div(scores, teacher, reduction="sum", log_target=True) / count
+
+    return model.head_gradient(stream, divergence)
 
 
 def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, loss: float, low: Packing) -> Share:
