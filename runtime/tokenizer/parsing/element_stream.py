@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mycli.runtime.tokenizer.parsing.argument_stream import CallStream
-from mycli.runtime.tokenizer.parsing.response_template import Region, loose_end, parse_content
+from mycli.runtime.tokenizer.parsing.response_template import Region, Tag, loose_end, parse_content
 
 _UNSTREAMED = ("cdata", "value_parser")  # a value is not the text that is written
 
@@ -32,13 +32,13 @@ class ElementStream(CallStream):
         super().__init__(cast, casts)
         assert region.close is not None
         self._close = region.close
-        self._before_key, self._after_key, self._before_value, self._after_value = region.arguments["tag"]
+        self._tag: Tag = region.arguments["tag"]
         self._loose = bool(region.arguments.get("loose"))
         self._json: str | None = region.arguments.get("json_attribute")
-        key, end = re.escape(self._before_key), re.escape(self._after_value)
+        key, end = re.escape(self._tag.before_key), re.escape(self._tag.after_value)
         # As `loose_end`, less the end of the call. What may become an end holds the rest of a value back.
         self._next_key = re.compile(rf"{end}(?=\s*(?:{end}\s*){{0,3}}{key})|\n(?={key})")
-        self._holds = (self._after_value, f"\n{self._before_key}") if self._loose else (self._after_value,)
+        self._holds = (self._tag.after_value, f"\n{self._tag.before_key}") if self._loose else (self._tag.after_value,)
         self.end = 0  # the first character that was not converted; of a complete call, the first after it
         self._begin: int | None = None  # of the value that is being read
         self._is_json = False
@@ -69,22 +69,22 @@ class ElementStream(CallStream):
     # No key begins after `limit`; `closed`: the call ends there.
 
     def _between(self, text: str, limit: int, closed: bool) -> str | None:
-        begin = text.find(self._before_key, self.end, limit)
+        begin = text.find(self._tag.before_key, self.end, limit)
         if begin < 0:
             if not closed:
                 return None
             self.complete = True
             self.end = limit if self._closing is None else self._closing.end()
             return "{}" if self._empty else "}"
-        begin += len(self._before_key)
-        middle = text.find(self._after_key, begin, limit)
-        after = middle + len(self._after_key)
-        opened = text.find(self._before_value, after, limit) if middle >= 0 else -1
+        begin += len(self._tag.before_key)
+        middle = text.find(self._tag.after_key, begin, limit)
+        after = middle + len(self._tag.after_key)
+        opened = text.find(self._tag.before_value, after, limit) if middle >= 0 else -1
         if opened < 0 or (self._loose and "<" in text[begin:middle]):
             if closed or opened >= 0:
                 raise ValueError("a key is not closed")
             return None
-        self.end = self._begin = opened + len(self._before_value)
+        self.end = self._begin = opened + len(self._tag.before_value)
         self._key = text[begin:middle].strip()
         self._is_json = self._json is not None and self._json in text[middle:opened]
         start, self._empty = "{" if self._empty else ", ", False
@@ -122,14 +122,14 @@ class ElementStream(CallStream):
         # The end of the value and the position after its mark; None while it continues. Where every value has its
         # mark, that of the call may occur in a value.
         if not self._loose:
-            end = text.find(self._after_value, self.end)
-            return None if end < 0 else (end, end + len(self._after_value))
+            end = text.find(self._tag.after_value, self.end)
+            return None if end < 0 else (end, end + len(self._tag.after_value))
         match = self._next_key.search(text, self.end, limit)
         if match is not None:
             return match.span()
         if not closed:
             return None
-        return loose_end(text[:limit], begin, (self._before_key, self._after_value), self._closing is not None)
+        return loose_end(text[:limit], begin, self._tag, self._closing is not None)
 
     def _certain(self, text: str, limit: int) -> int:
         # The position up to which the text is certainly part of the value.

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.python_calls import parse_python_calls
@@ -50,6 +50,15 @@ class Anchor:
             if text.endswith(start[:length]):
                 return len(text) - length
         return len(text)
+
+
+class Tag(NamedTuple):
+    """The literals around the key and around the value of an element; `before_value` follows `after_key`."""
+
+    before_key: str
+    after_key: str
+    before_value: str
+    after_value: str
 
 
 @dataclass(frozen=True)
@@ -131,24 +140,24 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _xml(text: str, arguments: Mapping[str, Any], closed: bool) -> dict[str, Any]:
-    # tag: the text before and after a key, and before and after its value; json_attribute: what stands between these
-    # where the value is JSON; cdata: values may stand in a CDATA section.
-    before_key, after_key, before_value, after_value = arguments["tag"]
+    # json_attribute: what stands between key and value where the value is JSON; cdata: values may stand in a CDATA
+    # section.
+    tag: Tag = arguments["tag"]
     loose = bool(arguments.get("loose"))
     fields: dict[str, Any] = {}
     position = 0
-    while (begin := text.find(before_key, position)) >= 0:
-        begin += len(before_key)
-        middle = text.find(after_key, begin)
-        opened = text.find(before_value, middle + len(after_key)) if middle >= 0 else -1
+    while (begin := text.find(tag.before_key, position)) >= 0:
+        begin += len(tag.before_key)
+        middle = text.find(tag.after_key, begin)
+        opened = text.find(tag.before_value, middle + len(tag.after_key)) if middle >= 0 else -1
         if opened < 0 or (loose and "<" in text[begin:middle]):
             raise ValueError("a key is not closed")
-        attributes, opened = text[middle:opened], opened + len(before_value)
-        quoted = _cdata(after_value).match(text, opened) if arguments.get("cdata") else None
+        attributes, opened = text[middle:opened], opened + len(tag.before_value)
+        quoted = _cdata(tag.after_value).match(text, opened) if arguments.get("cdata") else None
         if quoted is not None:
             value, position = quoted[1], quoted.end()
         else:
-            end, position = (loose_end if loose else _strict_end)(text, opened, (before_key, after_value), closed)
+            end, position = (loose_end if loose else _strict_end)(text, opened, tag, closed)
             value = text[opened:end].removeprefix("\n").removesuffix("\n")
         is_json = "json_attribute" in arguments and arguments["json_attribute"] in attributes
         fields[text[begin:middle].strip()] = _json(value, {}) if is_json else _value(value, arguments)
@@ -159,25 +168,25 @@ def _cdata(after_value: str) -> re.Pattern[str]:
     return re.compile(rf"\s*<!\[CDATA\[(.*?)\]\]>\s*{re.escape(after_value)}", re.DOTALL)
 
 
-def _strict_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> tuple[int, int]:
+def _strict_end(text: str, begin: int, tag: Tag, closed: bool) -> tuple[int, int]:
     # Where the value that begins at `begin` ends, and the position after its closing mark.
-    end = text.find(marks[1], begin)
+    end = text.find(tag.after_value, begin)
     if end < 0:
         raise ValueError("an element is not closed")
-    return end, end + len(marks[1])
+    return end, end + len(tag.after_value)
 
 
-def loose_end(text: str, begin: int, marks: tuple[str, str], closed: bool) -> tuple[int, int]:
+def loose_end(text: str, begin: int, tag: Tag, closed: bool) -> tuple[int, int]:
     """Return the end of the value that begins at `begin`, and the position after its closing mark."""
     # Qwen3-Coder leaves out closing marks: the next key on a line of its own also ends a value, and so does the end of
     # the call. A closing mark inside a value, which something else follows, does not.
-    key, end = map(re.escape, marks)
+    key, end = re.escape(tag.before_key), re.escape(tag.after_value)
     match = re.compile(rf"{end}(?=\s*(?:{end}\s*){{0,3}}(?:{key}|\Z))|\n(?={key})").search(text, begin)
     if match is not None:
         return match.span()
-    if closed and marks[1] not in text[begin:]:
+    if closed and tag.after_value not in text[begin:]:
         return len(text), len(text)
-    return _strict_end(text, begin, marks, closed)
+    return _strict_end(text, begin, tag, closed)
 
 
 def _transform(shape: Any, values: Mapping[str, Any]) -> Any:
@@ -270,13 +279,13 @@ def read_response_template(raw: Fields) -> Sequence[Region]:
     return regions
 
 
-def _tag(raw: Fields, source: object) -> tuple[str, str, str, str]:
+def _tag(raw: Fields, source: object) -> Tag:
     # The literals of a tag pattern such as <a=(?P<key>\w+)>(?P<value>.*?)</a>; \s* in between is skipped.
     group = r"\(\?P<(?:key|value)>(?:\\w|\.|\[\^?[^\[\]]*\])[*+]\??\)"
     parts = re.split(group, source) if isinstance(source, str) else []
     if len(parts) == 3:
         after_key, _, before_value = parts[1].partition(r"\s*")
-        plain = [re.sub(r"\\([^\w\s])", r"\1", part) for part in (parts[0], after_key, before_value, parts[2])]
-        if plain[0] and plain[1] and plain[3] and "\\" not in "".join(plain):
-            return plain[0], plain[1], plain[2], plain[3]
+        tag = Tag(*(re.sub(r"\\([^\w\s])", r"\1", part) for part in (parts[0], after_key, before_value, parts[2])))
+        if tag.before_key and tag.after_key and tag.after_value and "\\" not in "".join(tag):
+            return tag
     raise raw.fail("tag_pattern", "is a pattern that is not supported", "allowed: literals, a key and a value")

@@ -14,6 +14,7 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool, takes_tools
 from mycli.runtime.tokenizer.parsing.response_template import (
     Anchor,
     Region,
+    Tag,
     literal,
     pattern,
     read_response_template,
@@ -29,7 +30,7 @@ _EACH = {"name": "{name}", "arguments": "{arguments}"}  # of each object in a li
 _COHERE = {"name": "{tool_name}", "arguments": "{parameters}"}  # likewise
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 _NAME = r"(?P<name>[\w.:/-]+)"
-_PARAMETERS = {"tag": ("<parameter=", ">", "", "</parameter>"), "loose": True}
+_PARAMETERS = {"tag": Tag("<parameter=", ">", "", "</parameter>"), "loose": True}
 _DSML_SECTIONS = ("function_calls", "tool_calls", " calls")  # of DeepSeek V3.2, V4 and V4.1
 _HARMONY_TYPE = r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"  # of the arguments, mostly json
 
@@ -78,7 +79,7 @@ def _invoke(mark: str) -> tuple[Region, ...]:
         literal(f"</{mark}invoke>"),
         "xml-inline",
         {
-            "tag": (f'<{mark}parameter name="', '"', ">", f"</{mark}parameter>"),
+            "tag": Tag(f'<{mark}parameter name="', '"', ">", f"</{mark}parameter>"),
             "json_attribute": 'string="false"',
         },
     )
@@ -141,7 +142,7 @@ TOOL_FORMATS = (
             pattern(rf'<function name="{_NAME}">', "<function name="),
             literal("</function>"),
             "xml-inline",
-            {"tag": ('<param name="', '">', "", "</param>"), "cdata": True},
+            {"tag": Tag('<param name="', '">', "", "</param>"), "cdata": True},
         ),
     ),
     ToolFormat(
@@ -154,7 +155,11 @@ TOOL_FORMATS = (
                 pattern(rf"<tool_call{suffix}>\s*{_NAME}<tool_sep{suffix}>", f"<tool_call{suffix}>"),
                 literal(f"</tool_call{suffix}>"),
                 "xml-inline",
-                {"tag": (f"<arg_key{suffix}>", f"</arg_key{suffix}>", f"<arg_value{suffix}>", f"</arg_value{suffix}>")},
+                {
+                    "tag": Tag(
+                        f"<arg_key{suffix}>", f"</arg_key{suffix}>", f"<arg_value{suffix}>", f"</arg_value{suffix}>"
+                    )
+                },
             )
         ),
         ignored=("<tool_calls>", "</tool_calls>", "<tool_calls:opensource>", "</tool_calls:opensource>"),
@@ -166,7 +171,7 @@ TOOL_FORMATS = (
             pattern(rf'<invoke name="?{_NAME}"?>', "<invoke name="),
             literal("</invoke>"),
             "xml-inline",
-            {"tag": ('<parameter name="', '">', "", "</parameter>")},
+            {"tag": Tag('<parameter name="', '">', "", "</parameter>")},
         ),
         ignored=("<minimax:tool_call>", "</minimax:tool_call>"),
         sections=("<minimax:tool_call>",),
@@ -178,7 +183,7 @@ TOOL_FORMATS = (
             pattern(rf"<tool_call>\s*{_NAME}\s*(?=<)", "<tool_call>"),
             literal("</tool_call>"),
             "xml-inline",
-            {"tag": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")},
+            {"tag": Tag("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")},
         ),
     ),
     ToolFormat(
