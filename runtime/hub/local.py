@@ -109,15 +109,11 @@ def _gguf_kind(path: Path) -> tuple[Kind, str]:
     return "hub", ""
 
 
-def _load_problem(path: Path, prefix: str = "") -> str:
-    return _open_problem(Source(path.name, path), prefix)
-
-
-def _open_problem(source: Source, prefix: str = "") -> str:
+def _open_problem(source: Source) -> str:
     try:
         source.open().checked_manifest()
     except (ModelError, NotFoundError) as error:
-        return f"{prefix}{error.message}"
+        return error.message
     return ""
 
 
@@ -132,7 +128,9 @@ def _problem(folder: Path, tree: tuple[HubFile, ...] | None = None) -> str:
         open_model_folder(folder)
     except ModelError as error:
         return _refused(error)
-    return _load_problem(folder, "damaged: ") or _tokenizer_problem(tokenizer_file(folder))
+    if damage := _open_problem(Source(folder.name, folder)):
+        return f"damaged: {damage}"
+    return _tokenizer_problem(tokenizer_file(folder))
 
 
 def _adapter_problem(folder: Path) -> str:
