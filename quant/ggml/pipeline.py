@@ -89,13 +89,7 @@ def quantize_gguf(
         blocks = BlockSolver(entering, work.packings, solver, embedding)
         layers += quantize_blocks(blocks, output.write_block, finished, progress, note)
         del model, entering, blocks
-        # Opened as every reader will open it, while it can still be discarded.
-        result = GgufFolder.open_file(file.file.partial)
-        result.checked_manifest()
-        measured = QualityReport()
-        if work.report != "none":
-            original = Original(StreamedModel(folder, placement, at_once), work.memory_limit)
-            measured = measure_result(original, result, work.report, progress, same_head=False)
+        measured = _measure(work, file.file.partial, placement, progress)
         record = model_card.encode(
             recipe={**work.recipe.record, "format": "gguf"},
             calibration=calibration,
@@ -118,6 +112,16 @@ def quantize_gguf(
     head = "left out: GGUF has no place for it here"
     notes = (*source_notes(work, calibration, head), *result_notes(layers, None, measured))
     return Outcome(target, work.size, layers, measured, notes)
+
+
+def _measure(work: GgufPlan, file: Path, placement: Placement, progress: ReportProgress) -> QualityReport:
+    # Opened as every reader will open it, while it can still be discarded.
+    result = GgufFolder.open_file(file)
+    result.checked_manifest()
+    if work.report == "none":
+        return QualityReport()
+    original = Original(StreamedModel(work.folder, placement, work.need.at_once), work.memory_limit)
+    return measure_result(original, result, work.report, progress, same_head=False)
 
 
 def _embeddings(
