@@ -107,6 +107,10 @@ def pull(
     if call.offline or "/" not in model or (not force and find_stored(model) is not None):
         _show_local(call, model)
         return
+    _download(call, model, dry_run, force)
+
+
+def _download(call: Call, model: str, dry_run: bool, force: bool) -> None:
     with Hub.connect(call.out.note) as hub:
         job = plan_download(hub, model)
         for warning in job.warnings:
