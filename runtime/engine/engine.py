@@ -272,37 +272,25 @@ class Engine:
         drafted = self._sampler.propose(scheduled)
         chunks = [part.chunk(drafted.get(part.sequence.id, [])) for part in scheduled]
         logits = self._sampler.compute(scheduled, chunks)
+        prompt_logprobs, rows_to_sample = self._sampler.read(scheduled, chunks, logits)
         samples: list[tuple[ScheduledSequence, range]] = []
-        groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        parts, end = list(scheduled), 0
-        for part, chunk in zip(scheduled, chunks, strict=True):
-            rows, end = range(end, end + chunk.logits), end + chunk.logits
-            if part.scored:
-                number = part.sequence.id
-                prompt_logprobs[number] = self._states[number].score(part, logits[rows.start : end])
-                rows = rows[-1:]
-            if part.sequence.request.scored_tokens and chunk.logits and part.completes:
-                chosen = list(part.sequence.request.scored_tokens)
-                self._states[part.sequence.id].choice_logits = logits[rows[-1], chosen].clone()
-            if chunk.logits and part.completes and part.sequence.limit:
-                if (group := self._states[part.sequence.id].beams) is not None:
-                    groups.append((part, group, logits[rows.start : rows.stop, : self.vocab_size]))
-                    self.scheduler.start_branches(part)
-                    continue
-                samples.append((part, rows))
-                # Branches sample from the same row, so their replies differ only by their random numbers.
-                if part.sequence.branches:
-                    branches = self.scheduler.start_branches(part)
-                    samples += [(branch, rows) for branch in branches]
-                    parts += branches
+        searches: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
+        branches: list[ScheduledSequence] = []
+        for part, rows in rows_to_sample:
+            started = self.scheduler.start_branches(part)
+            if (group := self._states[part.sequence.id].beams) is not None:
+                searches.append((part, group, logits[rows.start : rows.stop, : self.vocab_size]))
+                continue
+            # Branches sample from the same row, so their replies differ only by their random numbers.
+            samples += [(sampling, rows) for sampling in (part, *started)]
+            branches += started
         sampled = self._sampler.sample(samples, drafted, logits)
         outputs = []
-        for part in parts:
+        for part in (*scheduled, *branches):
             number = part.sequence.id
             drafts = len(drafted.get(number, ()))
             outputs.append(self._advance(part, sampled.get(number, []), prompt_logprobs.get(number, ()), drafts))
-        for part, group, rows_logits in groups:
+        for part, group, rows_logits in searches:
             if part.sequence.late(self._clock):
                 group.search.end_early()
             outputs += group.add(part.sequence.id, rows_logits, self._finish)

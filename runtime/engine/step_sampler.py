@@ -19,6 +19,7 @@ from mycli.runtime.sampling.sampler import DeviceSampling, sample_rows
 
 if TYPE_CHECKING:  # what most replies do without
     from mycli.runtime.engine.speculation import Speculator
+    from mycli.runtime.sampling.logprobs import TokenLogprob
 
 
 class StepSampler:
@@ -67,6 +68,26 @@ class StepSampler:
             start, end = end, end + chunk.count
             self._states[part.sequence.id].keep_hidden(part, hidden[start:end])
         return logits
+
+    def read(
+        self, scheduled: Sequence[ScheduledSequence], chunks: Sequence[Chunk], logits: Tensor
+    ) -> tuple[dict[int, "tuple[TokenLogprob, ...]"], list[tuple[ScheduledSequence, range]]]:
+        """Store the logits of scored tokens; return the logprobs of prompts, and the rows to sample from."""
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        rows_to_sample, end = list[tuple[ScheduledSequence, range]](), 0
+        for part, chunk in zip(scheduled, chunks, strict=True):
+            rows, end = range(end, end + chunk.logits), end + chunk.logits
+            sequence, state = part.sequence, self._states[part.sequence.id]
+            if part.scored:
+                prompt_logprobs[sequence.id] = state.score(part, logits[rows.start : end])
+                rows = rows[-1:]
+            if not rows or not part.completes:
+                continue
+            if sequence.request.scored_tokens:
+                state.choice_logits = logits[rows[-1], list(sequence.request.scored_tokens)].clone()
+            if sequence.limit:
+                rows_to_sample.append((part, rows))
+        return prompt_logprobs, rows_to_sample
 
     def sample(
         self, samples: Sequence[tuple[ScheduledSequence, range]], drafted: dict[int, list[int]], logits: Tensor
