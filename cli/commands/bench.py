@@ -26,6 +26,7 @@ from mycli.runtime.utils.units import human_bytes, percent
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.throughput import Result, Trial
+    from mycli.runtime.engine.model_runner import ModelRunner
     from mycli.runtime.layers.streamed_experts import ExpertReads
 
 EXAMPLES = (
@@ -123,9 +124,9 @@ def _expert_reads(reads: "ExpertReads") -> str:
     return f"{percent(reads.hit_rate)} of the experts used were in memory{from_disk}"
 
 
-def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
+def _load(call: Call, subject: _Subject) -> "tuple[ModelRunner, Row]":
+    """Load the model; also return what all its rows have in common."""
     from mycli.runtime.device.placement import dtype_info
-    from mycli.runtime.diagnostics import throughput
     from mycli.runtime.engine.loading.loader import load_model
 
     source, folder, placement = subject.source, subject.folder, subject.placement
@@ -141,10 +142,7 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     head = head_format(folder.config, folder.packings)
     if runner.activations is not None:
         call.out.note(f"{source.name}: {activation_text(runner.activations)}; output head {head}")
-    # Memory is measured right before and right after each trial, and the better one counts: on a shared host the rate
-    # changes from minute to minute, and another program may disturb one of the two.
-    rates = [throughput.current_bandwidth(placement.device)]
-    common = {
+    return runner, {
         "model": source.name,
         "size_bytes": runner.nbytes,
         "bits_per_weight": 8 * _all_weight_bytes(runner.nbytes, subject.partial) / folder.config.parameters(),
@@ -155,6 +153,16 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
         "head": head,
         "load_seconds": load_seconds,
     }
+
+
+def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
+    from mycli.runtime.diagnostics import throughput
+
+    source, folder, placement = subject.source, subject.folder, subject.placement
+    runner, common = _load(call, subject)
+    # Memory is measured right before and right after each trial, and the better one counts: on a shared host the rate
+    # changes from minute to minute, and another program may disturb one of the two.
+    rates = [throughput.current_bandwidth(placement.device)]
     results, contention = [], CpuContention()
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
@@ -176,7 +184,8 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     throughput.record_device(placement.device, state_dir(), max(*rates, *ceilings))
     low, high = f"{min(ceilings):.1f}", f"{max(ceilings):.1f}"
     span = high if low == high else f"{low} to {high}"
-    call.out.note(f"{source.name}: loaded in {load_seconds:.1f} s; memory bandwidth {span} GB/s (measured meanwhile)")
+    loaded = f"{source.name}: loaded in {common['load_seconds']:.1f} s"
+    call.out.note(f"{loaded}; memory bandwidth {span} GB/s (measured meanwhile)")
     return [_row(common, result, rate, ceiling) for (result, rate, _), ceiling in zip(results, ceilings, strict=True)]
 
 

@@ -174,14 +174,17 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
     if (more := answer.get("more_gpus")) is not None:
         count = f"{more['gpus']} such GPUs" if more["gpus"] else f"more than {RANKS[-1]} such GPUs"
         rows.append(("beyond one GPU", f"{more['context']} tokens need {count}: {more['command']}"))
-    if config.bidirectional:
-        return rows
+    return rows if config.bidirectional else [*rows, *_speed_rows(subject, answer)]
+
+
+def _speed_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tuple[str, str]]:
+    target = subject.target
     speeds = ", ".join(
         f"{_number(ceiling['rate'])} tok/s " + (f"at {ceiling['depth']} tokens" if ceiling["depth"] else "empty")
         for ceiling in answer["ceiling_tokens_per_second"]
     )
     source = f"  ({target.bandwidth:g} GB/s, {target.bandwidth_source})" if target.bandwidth else ""
-    rows.append(("ceiling", speeds + source if speeds else BANDWIDTH_HINT))
+    rows = [("ceiling", speeds + source if speeds else BANDWIDTH_HINT)]
     if subject.disk is not None and (slowest := answer["experts"]["ceiling_tokens_per_second_without_hits"]):
         read = f"{subject.disk[0]:.2g} GB/s, {subject.disk[1]}"
         rows.append(("from disk", f"{_number(slowest)} tok/s with no chosen expert in memory  ({read})"))
