@@ -119,8 +119,8 @@ def quantize(
     check_resources(work, target, overwrite=overwrite, work_folder=None if in_place else work_folder)
     with memory_errors(work.need), ExitStack() as stack:
         shared = shared or SharedWork()
-        how = _Options(placement, shared, overwrite=overwrite, restart=restart, balances=balances)
-        copy = _Copy(stack, work, target, how, work_folder, in_place=in_place)
+        options = _Options(placement, shared, overwrite=overwrite, restart=restart, balances=balances)
+        copy = _Copy(stack, work, target, options, work_folder, in_place=in_place)
         (layers,) = _solved([copy], progress, note)
         return copy.finish(layers, progress, began)
 
@@ -142,8 +142,8 @@ def quantize_copies(
         check_resources(work, target, overwrite=overwrite)
     require_disk(need for work, target in copies for need in work.disk_needs(target, default_work_folder(target)))
     with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
-        how = _Options(placement, shared, overwrite=overwrite, restart=restart)
-        opened = [_Copy(stack, work, target, how, default_work_folder(target)) for work, target in copies]
+        options = _Options(placement, shared, overwrite=overwrite, restart=restart)
+        opened = [_Copy(stack, work, target, options, default_work_folder(target)) for work, target in copies]
         solved = _solved(opened, progress, note)
         seconds = (time.monotonic() - began) / len(opened)
         for copy, layers in zip(opened, solved, strict=True):
@@ -167,31 +167,31 @@ class _Copy:
         stack: ExitStack,
         work: QuantizationPlan,
         target: Path,
-        how: _Options,
+        options: _Options,
         finished_in: Path,
         *,
         in_place: bool = False,
     ) -> None:
         recipe, folder = work.recipe, work.folder
-        self.work, self.how, self._target, self._in_place = work, how, target, in_place
-        self.calibration = how.shared.calibration(work) if recipe.needs_data else None
+        self.work, self.options, self._target, self._in_place = work, options, target, in_place
+        self.calibration = options.shared.calibration(work) if recipe.needs_data else None
         if recipe.tune and self.calibration is not None and len(self.calibration.windows) < HELD_OUT_EVERY:
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(self.calibration.windows)}", code="more-samples")
-        run = model_card.identify(asdict(recipe), self.calibration, how.placement, work.need.at_once)
-        if not how.restart and self.calibration is not None:
+        run = model_card.identify(asdict(recipe), self.calibration, options.placement, work.need.at_once)
+        if not options.restart and self.calibration is not None:
             check_work_folder(finished_in, run)  # now and not only below: hashing the source may take minutes
-        self._origin = stack.enter_context(how.shared.digests(folder))
+        self._origin = stack.enter_context(options.shared.digests(folder))
         self.finished: WorkFolder | None = None
         self.journal: OutputWork | None = None
         if in_place:
             run = {**run, "source": self._origin.result()}
-            self.finished = self.journal = stack.enter_context(OutputWork(finished_in, run, restart=how.restart))
+            self.finished = self.journal = stack.enter_context(OutputWork(finished_in, run, restart=options.restart))
         self._writer = stack.enter_context(
             CheckpointWriter(
                 target,
                 work.tensors,
-                overwrite=how.overwrite,
+                overwrite=options.overwrite,
                 stored_name=folder.config.stored_name,
                 resumable=None if self.journal is None else self.journal.output,
             )
@@ -199,16 +199,16 @@ class _Copy:
         self.output = TensorWriter(self._writer, work.packings, folder.config.dtype)
         if self.journal is not None:
             self.journal.attach(self._writer, self.output, folder.config)
-        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances=how.balances)
+        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances=options.balances)
         self._source, self.names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
         self._tuning: Tuning | None = None
         self._blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
         if self.calibration is not None and self.finished is None:
             run["source"] = self._origin.result()
-            self.finished = stack.enter_context(WorkFolder(finished_in, run, restart=how.restart))
+            self.finished = stack.enter_context(WorkFolder(finished_in, run, restart=options.restart))
 
     def solve_without_data(self, progress: ReportProgress) -> tuple[Layer, ...]:
-        device = self.how.placement.device
+        device = self.options.placement.device
         return quantize_tensors(self._source, self.names, self.solver, self.output, device, progress, self.journal)
 
     def prepare(self, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments] | None:
@@ -216,7 +216,7 @@ class _Copy:
         for name in self.names:
             if not self.output.is_quantized(name):
                 (self.journal or self.output).copy(self._source, name)
-        return None if self.work.recipe.hessian == "layer" else self.how.shared.moments(self.work, model, progress)
+        return None if self.work.recipe.hessian == "layer" else self.options.shared.moments(self.work, model, progress)
 
     def task(self, original: OriginalBlocks, outputs: list[LayerMoments] | None) -> CopyTask:
         sink = self.output.write_block if self.journal is None else _is_written
@@ -236,7 +236,7 @@ class _Copy:
 
     def finish(self, layers: tuple[Layer, ...], progress: ReportProgress, began: float) -> Outcome:
         """Measure the copy, write its card and let it appear."""
-        work, folder, writer, shared = self.work, self.work.folder, self._writer, self.how.shared
+        work, folder, writer, shared = self.work, self.work.folder, self._writer, self.options.shared
         if folder.mtp_head is not None:
             write_mtp_head(folder.mtp_head, writer)
         for name, data in folder.companions().items():
@@ -244,7 +244,7 @@ class _Copy:
         result = _opened(folder, self.output, writer)
         measured = QualityReport()
         if work.report != "none":
-            original = shared.original(work, self.how.placement, whole=not self._in_place)
+            original = shared.original(work, self.options.placement, whole=not self._in_place)
             head = choose_head(original, result, work.report, progress) if work.chooses_head else None
             if head is not None and not head.kl.packed:
                 work = work.with_dense_head()
@@ -280,7 +280,7 @@ def _solved(copies: Sequence[_Copy], progress: ReportProgress, note: ReportNote)
     first = copies[0]
     if first.calibration is None:
         return [copy.solve_without_data(progress) for copy in copies]
-    model = StreamedModel(first.work.folder, first.how.placement, first.work.need.at_once, dense=True)
+    model = StreamedModel(first.work.folder, first.options.placement, first.work.need.at_once, dense=True)
     outputs = [copy.prepare(model, progress) for copy in copies]
     original = OriginalBlocks(model, first.calibration.windows, first.work.need.keeps_inputs)
     tasks = [copy.task(original, moments) for copy, moments in zip(copies, outputs, strict=True)]

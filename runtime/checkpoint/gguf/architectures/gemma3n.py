@@ -13,7 +13,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import StreamsSpec
 
 # llama.cpp has no keys for these.
-_STREAMS, _LAUREL_RANK, _PER_LAYER_WIDTH, _SPARSE_LAYERS, _SPARSITY, _OWN_LAYERS = 4, 64, 256, 10, 0.95, 20
+_STREAMS, _LAUREL_RANK, _PER_LAYER_WIDTH, _SPARSE_LAYERS, _SPARSITY, _KV_LAYERS = 4, 64, 256, 10, 0.95, 20
 
 
 def _stacked(name: str) -> TensorRule:
@@ -108,16 +108,15 @@ def _sparse_first(config: ModelConfig) -> bool:
     return all(math.isclose(ours, theirs, abs_tol=1e-6) for ours, theirs in zip(shares, expected, strict=True))
 
 
-def _lends_late(config: ModelConfig) -> bool:
-    owners = [layer.attention.kv_source is None for layer in config.layer_specs]
-    return owners == [index < _OWN_LAYERS for index in range(config.layers)]
+def _computes_kv_first(config: ModelConfig) -> bool:
+    return all((layer.attention.kv_source is None) == (layer.index < _KV_LAYERS) for layer in config.layer_specs)
 
 
 def _unread(config: ModelConfig) -> dict[str, str]:
     # Layers that read the keys and values of another.
-    borrowers = [layer.index for layer in config.layer_specs if layer.attention.kv_source is not None]
+    sharing = [layer.index for layer in config.layer_specs if layer.attention.kv_source is not None]
     names = [f"{part}.weight" for part in ("attn_k", "attn_v", "attn_k_norm")]
-    return {f"blk.{index}.{name}": f"blk.0.{name}" for index in borrowers for name in names}
+    return {f"blk.{index}.{name}": f"blk.0.{name}" for index in sharing for name in names}
 
 
 ARCHITECTURE = Architecture(
@@ -142,7 +141,7 @@ ARCHITECTURE = Architecture(
             lambda config: config.per_layer_vocab <= config.vocab_size,
         ),
         Requirement(f"{_SPARSITY} of the gates zero in the first {_SPARSE_LAYERS} layers", _sparse_first),
-        Requirement(f"keys and values of their own in the first {_OWN_LAYERS} layers alone", _lends_late),
+        Requirement(f"keys and values of their own in the first {_KV_LAYERS} layers alone", _computes_kv_first),
     ),
     layer_tensors={
         **LLAMA_TENSORS,

@@ -107,11 +107,11 @@ def _write_keys(config: ModelConfig) -> dict[str, Any]:
     return keys
 
 
-def _lenders(config: ModelConfig) -> list[bool]:
+def _last_kv_windows(config: ModelConfig) -> list[bool]:
     # Whether each of the last two layers with keys and values of their own has a window; empty where all have some.
     attentions = [layer.attention for layer in config.layer_specs]
-    owners = [attention.window is not None for attention in attentions if attention.kv_source is None]
-    return owners[-2:] if len(owners) < len(attentions) else []
+    windows = [attention.window is not None for attention in attentions if attention.kv_source is None]
+    return windows[-2:] if len(windows) < len(attentions) else []
 
 
 ARCHITECTURE = Architecture(
@@ -125,7 +125,7 @@ ARCHITECTURE = Architecture(
         ),
         Requirement(
             "full attention in the last layer that has keys and values of its own, sliding in the one before it",
-            lambda config: _lenders(config) in ([], [True, False]),
+            lambda config: _last_kv_windows(config) in ([], [True, False]),
         ),
     ),
     layer_tensors=_TENSORS,
