@@ -106,16 +106,14 @@ def _encode(
     request: ExportRequest, weights: Weights, name: str, kind: str, rule: TensorRule, factors: Sequence[float]
 ) -> tuple[Tensor, float]:
     # Returns uint8 [rows, bytes], and the relative squared error of an inexact type. factors: of the rows, or none.
-    plain, change = TYPES_BY_NAME[kind].dtype, rule.change
-    order = None
+    plain, order = TYPES_BY_NAME[kind].dtype, None
     if rule.column_order is not None:
         order = file_order(rule.column_order, request.folder.config, weights.linears[name].in_features)
     if plain is None and weights.packing(name) is not None and name in weights.linears and not factors:
         packed = weights.packed(name)
         if order is not None:
             packed = reorder_columns(packed, order)
-        encoded = blocks.from_packed(packed, kind)
-        if encoded is not None:
+        if (encoded := blocks.from_packed(packed, kind)) is not None:
             data, exact = encoded
             if exact:
                 return data, 0.0
@@ -128,16 +126,10 @@ def _encode(
         values = values[:, order]
     if factors:
         values = values.float() * torch.tensor(factors).unsqueeze(1)
-    if change is not None:
-        values = change.store(values.float())
+    if rule.change is not None:
+        values = rule.change.store(values.float())
     if plain is not None:
-        cast = values.to(torch_dtype(plain))
-        data = cast.contiguous().view(len(cast), -1).view(torch.uint8)
-        if bool((cast.to(torch.float32) == values.to(torch.float32)).all()):
-            return data, 0.0
-        if not request.requantize:
-            raise would_round(name, f"{dtype_info(values.dtype).short} values that {kind} does not hold exactly")
-        return data, squared_error(values, cast)
+        return _cast(request, name, kind, values, torch_dtype(plain))
     if not request.requantize:
         packing = weights.packing(name)
         stored = packing.name if packing is not None else dtype_info(values.dtype).short
@@ -146,6 +138,16 @@ def _encode(
         return _round(values, kind)
     except ModelError as error:
         raise error.with_message(f"{name}: {error.message}") from error
+
+
+def _cast(request: ExportRequest, name: str, kind: str, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    cast = values.to(dtype)
+    data = cast.contiguous().view(len(cast), -1).view(torch.uint8)
+    if bool((cast.float() == values.float()).all()):
+        return data, 0.0
+    if not request.requantize:
+        raise would_round(name, f"{dtype_info(values.dtype).short} values that {kind} does not hold exactly")
+    return data, squared_error(values, cast)
 
 
 def _round(values: Tensor, kind: str) -> tuple[Tensor, float]:
