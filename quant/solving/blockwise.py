@@ -320,16 +320,18 @@ def solve_copies(
             missing = [place for place in active if place not in known]
             for place, solved in known.items():
                 tasks[place].blocks.resume(index, solved)
-            if not missing and index < original.model.config.layers:
-                original.advance(original.model.block(index), original.stream, original.side_inputs)
-            if not missing and resumed == index:
-                resumed = index + 1
-            if missing and index == resumed:
-                if resumed:
-                    note(f"resumed: {resumed} of {count} blocks were finished by an earlier run")
-                progress("quantizing blocks", 0, count - resumed)
-            new = solve_copies_of_block([tasks[place].blocks for place in missing], index) if missing else []
-            known.update(zip(missing, new, strict=True))
+            if missing:
+                if index == resumed:
+                    if resumed:
+                        note(f"resumed: {resumed} of {count} blocks were finished by an earlier run")
+                    progress("quantizing blocks", 0, count - resumed)
+                new = solve_copies_of_block([tasks[place].blocks for place in missing], index)
+                known.update(zip(missing, new, strict=True))
+            else:
+                if index < original.model.config.layers:
+                    original.advance(original.model.block(index), original.stream, original.side_inputs)
+                if resumed == index:
+                    resumed += 1
             for write in written:
                 write.result()
             written = [background.submit(tasks[place].store, index, known[place], place in missing) for place in active]
