@@ -295,8 +295,7 @@ class Engine:
                 group.search.end_early()
             outputs += group.add(part.sequence.id, rows_logits, self._finish)
         if self.speculator is not None and scheduled[0].is_decode:
-            results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
-            self.speculator.observe(results, time.perf_counter() - began)
+            self.speculator.observe(outputs, time.perf_counter() - began)
         return outputs
 
     def _advance(

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.sampling.sampler import Sampler
 
@@ -61,8 +62,8 @@ class Speculator(Protocol):
         """Return the accepted part of the last proposal and one more token, by logits [1 + drafted, vocab]."""
         ...
 
-    def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None:
-        """Record a decode step: (sequence, drafted, accepted) of each sequence, and its seconds with drafting."""
+    def observe(self, outputs: Sequence[SequenceOutput], seconds: float) -> None:
+        """Record a decode step: its outputs, and its seconds with drafting."""
         ...
 
     def observe_plain(self, tokens: int, seconds: float) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.sampling.params import SamplingParams
@@ -91,12 +92,13 @@ class ProposerSpeculator:
         accept = sample_matching if sampler.repeatable else rejection_sample
         return accept(logits, self._proposals[sequence], sampler)
 
-    def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None:
-        drafted = [result for result in results if result[1]]
+    def observe(self, outputs: Sequence[SequenceOutput], seconds: float) -> None:
+        drafted = [output for output in outputs if output.drafted]
         if not drafted:
             self._policy.observe_plain(seconds - self._drafting, wasted=self._drafting)
-        for sequence, count, accepted in drafted:
-            self._policy.observe_draft(count, accepted, self._lags[sequence], seconds, self._evidence[sequence])
+        for output in drafted:
+            lag, evidence = self._lags[output.sequence], self._evidence[output.sequence]
+            self._policy.observe_draft(output.drafted, output.accepted, lag, seconds, evidence)
         self._begin_step()
 
     def observe_plain(self, tokens: int, seconds: float) -> None:

@@ -16,7 +16,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import generate
-from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
@@ -65,7 +65,7 @@ class Scripted:
         self.refused += len(said) - stand
         return true[: stand + 1]
 
-    def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None: ...
+    def observe(self, outputs: Sequence[SequenceOutput], seconds: float) -> None: ...
     def truncate(self, sequence: int, length: int) -> None: ...
     def finish(self, sequence: int, tokens: Sequence[int]) -> None: ...
     def forget(self) -> None: ...

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
-from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import ModelError
@@ -311,6 +311,6 @@ def test_drafting_in_vain_is_no_part_of_a_plain_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mycli.runtime.speculative.speculator.time.perf_counter", lambda: next(clock))
     sampler = Sampler(SamplingParams(), VOCAB, CPU)
     speculator.propose([DraftRequest(1, list(PROMPT), 2, sampler)])
-    speculator.observe([(1, 0, 0)], seconds=1.0)
-    speculator.observe([(1, 0, 0)], seconds=1.0)
+    speculator.observe([SequenceOutput(1)], seconds=1.0)
+    speculator.observe([SequenceOutput(1)], seconds=1.0)
     assert policy.plain == [(0.75, 0.25), (1.0, 0.0)]
