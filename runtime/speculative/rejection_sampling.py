@@ -20,9 +20,12 @@ def rejection_sample(logits: Tensor, proposal: Proposal, sampler: Sampler) -> li
     logits fp32 [1 + proposed, vocab or more]: row i is after the first i proposed tokens. `sampler` has observed the
     tokens before, and observes those returned. Raises ModelError if the first row is not finite.
     """
-    tokens = (
-        _accept_greedy(logits, proposal, sampler) if sampler.plain_greedy else _accept_drawn(logits, proposal, sampler)
-    )
+    accept = _accept_greedy if sampler.plain_greedy else _accept_drawn
+    return _committed(logits, accept(logits, proposal, sampler), sampler)
+
+
+def _committed(logits: Tensor, tokens: list[int], sampler: Sampler) -> list[int]:
+    # Without tokens, as without a draft: it samples from the first row, or fails.
     if not tokens:
         return [int(sampler.sample(logits[:1]))]
     sampler.commit(logits, tokens)
@@ -69,7 +72,4 @@ def sample_matching(logits: Tensor, proposal: Proposal, sampler: Sampler) -> lis
         tokens.append(int(sampler.draw(row[None])))
         if tokens[-1] != guess:
             break
-    if not tokens:
-        return [int(sampler.sample(logits[:1]))]
-    sampler.commit(logits, tokens)
-    return tokens
+    return _committed(logits, tokens, sampler)
