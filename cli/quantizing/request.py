@@ -131,10 +131,9 @@ def carry_out_request(
     quantize: "Callable[..., Outcome]",
     stored_in: Path | None,
 ) -> None:
-    """Do what was planned, print and draw the result, then raise GateError if it exceeds a limit.
+    """Carry out a plan, print and draw the result, then raise GateError if it exceeds a limit.
 
-    steps: target and work, for the summary. quantize: as for `carry_out`, and still takes `overwrite` and `restart`.
-    stored_in: the folder of finished blocks, None if the work has none.
+    quantize: as for `carry_out`, and still takes `overwrite` and `restart`; stored_in: the folder of finished blocks.
     """
 
     def unfinished_work() -> str:

@@ -92,7 +92,7 @@ def measure_shares(
     """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width."""
     config = model.config
     exact = replace(model.context(windows.shape[1]), attention=PromptAttention())
-    reference, streams = _read(model, low, windows, progress)
+    reference, streams = _forward(model, low, windows, progress)
     gradient = _kl_gradient(model, reference, streams[-1])
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
@@ -114,7 +114,9 @@ def measure_shares(
     return shares[::-1]
 
 
-def _read(model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress) -> tuple[Tensor, Tensor]:
+def _forward(
+    model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress
+) -> tuple[Tensor, Tensor]:
     """Return the last stream of `model`, and the stream of `low` before each block and after the last."""
     layers, context = model.config.layers, model.context(windows.shape[1])
     with torch.no_grad(), reduced_precision(model.placement.device):

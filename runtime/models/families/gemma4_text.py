@@ -81,7 +81,7 @@ class Gemma4Layers:
 
 
 def base_layer(config: ModelConfig, index: int, size: int, kv_source: int | None) -> LayerSpec:
-    """Return a layer of Gemma 2 with an MLP of `size` and, if the model has them, per-layer inputs."""
+    """Return a layer of Gemma 2 with an MLP of `size`; E2B, E4B and Gemma 3n have per-layer inputs too."""
     layer, prefix, hidden = gemma2.layer(config, index), f"model.layers.{index}", config.hidden_size
     mlp, per_layer = layer.dense_mlp, None
     if config.per_layer_width:
