@@ -85,7 +85,7 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     Raises ModelError for halves of kv_b that do not have its shape.
     """
     result = dict(tensors)
-    if any(_is_transposed(entry) for entry in tensors.values()) and config.model_type != _SCALED:
+    if any(_is_mlx_convolution(entry) for entry in tensors.values()) and config.model_type != _SCALED:
         _restore_convolutions(result, config)
     for spec in latent_specs(config) if any(f".{_KEYS}." in name for name in tensors) else ():
         if f"{_block(spec)}.{_KEYS}.weight" in result:
@@ -103,21 +103,21 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     return result
 
 
-def _is_transposed(entry: TensorEntry) -> bool:
+def _is_mlx_convolution(entry: TensorEntry) -> bool:
     return len(entry.shape) == 3 and entry.shape[2] == 1 < entry.shape[1]
 
 
 def _restore_convolutions(tensors: dict[str, TensorEntry], config: ModelConfig) -> None:
     shapes = dict(config.tensors())
-    transposed: dict[str, Shape] = {
+    convolutions: dict[str, Shape] = {
         name: (entry.shape[0], 1, entry.shape[1])
         for name, entry in tensors.items()
-        if _is_transposed(entry) and shapes.get(name) == (entry.shape[0], 1, entry.shape[1])
+        if _is_mlx_convolution(entry) and shapes.get(name) == (entry.shape[0], 1, entry.shape[1])
     }
-    for name, shape in transposed.items():
+    for name, shape in convolutions.items():
         tensors[name] = replace(tensors[name], shape=shape)  # the bytes are the same
     norms = (*config.norms(), *(norm for layer in config.layer_specs for norm in layer.norms()))
-    for norm in norms if transposed else ():
+    for norm in norms if convolutions else ():
         name = f"{norm.name}.weight"
         if norm.offset and name in tensors:
             tensors[name] = replace(tensors[name], added=norm.offset)
