@@ -27,7 +27,7 @@ from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compil
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.scheme import ActivationBits, Codes, Packing, parse_packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, SCALE_UNITS, ActivationBits, Codes, Packing, parse_packing
 from tests.support.packed_weights import super_block_weight
 
 ACTIVATION_BITS: tuple[ActivationBits, ...] = (16, 8)
@@ -49,7 +49,7 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
     scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
     weight = PackedWeight(words.to(torch.int32), scales, packing, inputs)
-    return CpuMatmul(library, weight) if packing.codes in ("int", "e2m1", "iq4") else TableMatmul(library, weight)
+    return CpuMatmul(library, weight) if packing.codes in ("int", "e2m1", *INTEGER_TABLES) else TableMatmul(library, weight)
 
 
 def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int) -> Product:
@@ -57,7 +57,9 @@ def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int,
     kind = TYPES[name]
     shape = outputs, inputs
     weight = super_block_weight(kind.bits, shape, kind.group, offsets=kind.minimum, seed=seed)
-    return CpuMatmul(library, replace(weight, packing=replace(weight.packing, activations=bits)))
+    packing = replace(weight.packing, activations=bits, codes=kind.codes)
+    scales = weight.scales * SCALE_UNITS.get(kind.codes, 1.0)
+    return CpuMatmul(library, replace(weight, packing=packing, scales=scales))
 
 
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
@@ -85,7 +87,8 @@ def main() -> None:
     given = parser.parse_args()
     packing: Packing = given.packing
     if given.codes != "int":
-        packing = Packing(8 if given.codes in ("e4m3", "e5m2") else 4, packing.group_size, codes=given.codes)
+        values = INTEGER_TABLES.get(given.codes, range(256 if given.codes in ("e4m3", "e5m2") else 16))
+        packing = Packing((len(values) - 1).bit_length(), packing.group_size, codes=given.codes)
     outputs, inputs = given.shape
     found = libraries(given.sets, cache_folder())
     weights = [(torch.randn(outputs, inputs) * 0.02).bfloat16() for _ in range(2)]
