@@ -195,7 +195,9 @@ def _run(
     from mycli.runtime.server.worker import EngineWorker
 
     card = model_card(loaded.source.open())
-    settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name), card=card)
+    settings = replace(
+        settings, names=tuple(dict.fromkeys((*settings.names, Path(loaded.source.name).name))), card=card
+    )
     engine = loaded.engine
     worker = EngineWorker(engine, settings.limits.waiting, call.out.warn, lambda: server.end())
     service = Service(settings, loaded.model, worker, int(time.time()))

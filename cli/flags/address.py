@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -47,7 +48,9 @@ class AddressFlags:
     ] = None
     aliases: Annotated[
         list[str] | None,
-        options.option("--alias", "NAME", "Another model name for clients; repeatable; the first is shown."),
+        options.option(
+            "--alias", "NAME", "Another model name for clients, or several with commas; the first is shown."
+        ),
     ] = None
     grace: Annotated[
         float,
@@ -95,14 +98,15 @@ class AddressFlags:
         for origin in self.origins or ():
             if origin.count("://") != 1 or origin.endswith("/") or origin == "*":
                 raise UsageError(f"--cors {origin}: not an origin", "for example: --cors https://example.org")
-        for name in self.aliases or ():
+        names = tuple(self.aliases or ()) if self.supervised else alias_names(self.aliases)
+        for name in names:
             if not 0 < len(name) <= 256 or not name.isprintable():
                 raise UsageError(f"--alias {name[:60]!r}: not a valid name", "use 1 to 256 printable characters")
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
         limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
         log_format = options.choice("--log-format", self.log_format or "text", get_args(LogFormat))
         return ServerSettings(
-            tuple(self.aliases or ()),
+            names,
             key,
             hosts,
             tuple(self.origins or ()),
@@ -157,6 +161,11 @@ class AddressFlags:
                 f"{source}: a key must be one line of ASCII without spaces", "make one: openssl rand -hex 32"
             )
         return key or None
+
+
+def alias_names(aliases: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names in the values of --alias, which may be separated by commas as in llama.cpp."""
+    return tuple(name.strip() for value in aliases or () for name in value.split(","))
 
 
 def _loopback(host: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from mycli.cli.command import Call
-from mycli.cli.flags.address import AddressFlags
+from mycli.cli.flags.address import AddressFlags, alias_names
 from mycli.cli.flags.config_file import MODEL, config_path, option_key, read_served_models
 from mycli.cli.flags.options import parse_duration
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
@@ -127,7 +127,7 @@ class Catalog:
         words = [*self.words, *setting_words({k: v for k, v in request.settings.items() if k not in _OWN_KEYS})]
         loading, parameters = self._parse(request, words)
         socket = self.sockets / f"{label}.sock"
-        aliases = [*(parameters["aliases"] or ()), request.name]
+        aliases = [*alias_names(parameters["aliases"]), request.name]
         pinned = bool(request.settings.get("pin")) or request.name in map(_last, self.several.pinned or ())
         model = RoutedModel(
             tuple(dict.fromkeys([request.name, *aliases])), (), socket, pinned=pinned, idle=self._idle(request)
@@ -141,7 +141,7 @@ class Catalog:
                 raise
             self.call.out.warn(f"{request.name} cannot be served: {error.message}")
             return replace(model, place=target.place, problem=error.message)
-        words = ["--alias", request.name, *words]
+        words = [*(word for name in model.names for word in ("--alias", name)), *words]
         limit = room - (0 if target.gpu else SERVER_BYTES)
         command = [sys.executable, "-m", "mycli.cli", "serve", request.source, *words, "--memory", f"{limit}B"]
         command += ["--unix-socket", str(socket), "--supervised", "--json", *self._global_words()]

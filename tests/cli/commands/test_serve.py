@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_g7_the_key_is_neither_said_nor_logged(environment: dict[str, str], tmp_
 
 def test_json_says_where_it_is(environment: dict[str, str]) -> None:
     child = ForkedProcess(
-        [*COMMAND, "serve", "pico", "--port", "0", "--alias", "gpt", "--json"],
+        [*COMMAND, "serve", "pico", "--port", "0", "--alias", "gpt, pico", "--json"],
         env=environment,
         cwd=tempfile.gettempdir(),
         stdout=subprocess.PIPE,
@@ -127,6 +128,8 @@ def test_json_says_where_it_is(environment: dict[str, str]) -> None:
         assert child.stdout is not None
         told = json.loads(child.stdout.readline())
         assert told["model"] == "gpt" and told["url"].startswith("http://127.0.0.1:") and told["sequences"] >= 1
+        with urllib.request.urlopen(f"{told['url']}/v1/models", timeout=120) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["gpt", "pico"], "each name once"
     finally:
         child.kill()
         child.communicate()

@@ -158,9 +158,7 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
 def test_the_end_of_the_server_ends_its_models(environment: dict[str, str], mycli: Mycli) -> None:
     config = Path(environment["XDG_CONFIG_HOME"]) / "mycli"
     config.mkdir(parents=True, exist_ok=True)
-    text = (
-        '[models.first]\nmodel = "pico"\nctx = 256\npin = true\nalias = ["other"]\n[models.pico-draft]\nidle = "1h"\n'
-    )
+    text = '[models.first]\nmodel = "pico"\nctx = 256\npin = true\nalias = "a, other"\n[models.pico-draft]\nidle = "1h"\n'
     (config / "config.toml").write_text(text)
     with several(environment, "-v") as (router, port):
         status, answer = complete(port, "other")
@@ -199,6 +197,16 @@ def test_models_of_a_folder_are_found(tmp_path: Path, models_dir: Path, monkeypa
     assert found == ["a", "b-00001-of-00002", "damaged", "foreign", "good", "nested"]
     with pytest.raises(UsageError, match="no model to serve"):
         requested_models([], SeveralModelsFlags())
+
+
+def test_names_with_commas_reach_the_process_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Catalog, "_plan", lambda *_: (64, 1 << 20, None))
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    call = Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True)
+    catalog = Catalog(call, AddressFlags(), SeveralModelsFlags(), (), tmp_path)
+    model = catalog.routed_model(ModelRequest("x,y", "pico", {"alias": "a, b"}), "0", {})
+    assert model.names == ("x,y", "a", "b")
+    assert " --alias x,y --alias a --alias b " in " ".join(model.command)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,12 @@ def test_names_for_clients(name: str) -> None:
     assert resolved(aliases=[name])[0].names == (name,)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb"])
+def test_names_with_commas_are_several() -> None:
+    assert resolved(aliases=["gpt-4o, coder", "local"])[0].names == ("gpt-4o", "coder", "local")
+    assert resolved(aliases=["a,b"], supervised=True)[0].names == ("a,b",), "the name of a model, from its own server"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "a,,b", "a,"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(UsageError, match="not a valid name"):
         resolved(aliases=["first", name])
