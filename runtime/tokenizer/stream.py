@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mycli.runtime.errors import UsageError
 
-MAX_STOPS = 16
+MAX_STOPS = 64  # group chats stop at the name of every character
 MAX_STOP_LENGTH = 256
 
 
@@ -59,6 +59,29 @@ class StreamDecoder:
         return rest
 
 
+class _Progress:
+    # How much of `stop` the text ends with, by the method of Knuth, Morris and Pratt: two steps per character at most
+    # on average, whatever stop strings and texts a client chooses.
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.length = stop, 0
+        self._shorter = [0]  # [n]: the longest shorter beginning of `stop` with which its first n + 1 characters end
+        length = 0
+        for character in stop[1:]:
+            length = self._extended(length, character)
+            self._shorter.append(length)
+
+    def _extended(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._shorter[length - 1]
+        return length + (self.stop[length] == character)
+
+    def completed_by(self, character: str) -> bool:
+        """Advance by one character of the text; nothing may follow the one that completes the stop string."""
+        self.length = self._extended(self.length, character)
+        return self.length == len(self.stop)
+
+
 class StopMatcher:
     """Finds the stop string completed first; of two completed together, the longer."""
 
@@ -68,7 +91,7 @@ class StopMatcher:
         for stop in stops:
             if not 0 < len(stop) <= MAX_STOP_LENGTH:
                 raise UsageError(f"a stop string of {len(stop)} characters", f"1 to {MAX_STOP_LENGTH} characters")
-        self._stops = tuple(stops)
+        self._stops = [_Progress(stop) for stop in stops]
         self._held = ""
         self.matched: str | None = None  # the stop string that was found
 
@@ -76,25 +99,23 @@ class StopMatcher:
         """Return the text before any stop string, and whether one was found; after that, no more text."""
         if self.matched is not None:
             return "", True
+        if not self._stops:
+            return text, False
+        before = len(self._held)
         text = self._held + text
-        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if matches:
-            self._held = ""
-            _, start, self.matched = min(matches)
-            return text[:start], True
+        for end in range(before + 1, len(text) + 1):
+            completed = [progress.stop for progress in self._stops if progress.completed_by(text[end - 1])]
+            if completed:
+                self._held = ""
+                self.matched = max(completed, key=len)
+                return text[: end - len(self.matched)], True
         # Text that may be the start of a stop string is held back.
-        pending = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        pending = max(progress.length for progress in self._stops)
         self._held = text[len(text) - pending :]
         return text[: len(text) - pending], False
 
     def flush(self) -> str:
         rest, self._held = self._held, ""
+        for progress in self._stops:
+            progress.length = 0
         return rest
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        # Length of the longest suffix of `text` that is a prefix of `stop`.
-        for length in range(min(len(text), len(stop) - 1), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0

@@ -147,6 +147,22 @@ def test_stops_refused(stops: list[str]) -> None:
         StopMatcher(stops)
 
 
+def test_a_stop_that_begins_within_the_beginning_of_itself_or_of_another() -> None:
+    assert StopMatcher(["aab"]).feed("aaab") == ("a", True)
+    matcher = StopMatcher(["ababc", "abx", "bd"])
+    assert matcher.feed("abab") == ("", False)
+    assert (matcher.feed("x"), matcher.matched) == (("ab", True), "abx")
+    matcher = StopMatcher(["abc", "bd"])
+    assert [matcher.feed(text) for text in "abd"] == [("", False), ("", False), ("a", True)]
+
+
+def test_text_after_a_flush_begins_anew() -> None:
+    matcher = StopMatcher(["END"])
+    assert (matcher.feed("EN"), matcher.flush()) == (("", False), "EN")
+    assert matcher.feed("D or END") == ("D or ", True)
+
+
 def test_as_many_and_as_long_stops_as_allowed() -> None:
+    assert MAX_STOPS >= 64, "programs for group chats stop at the name of every character"
     stops = [f"{index:02}" * (MAX_STOP_LENGTH // 2) for index in range(MAX_STOPS)]
     assert StopMatcher(stops).feed("a" + stops[-1]) == ("a", True)
