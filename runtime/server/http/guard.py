@@ -33,6 +33,7 @@ from mycli.runtime.utils.sanitize import one_line
 OPEN_PATHS = ("/health", "/v1/health", "/")
 PAGE_FILES = "/web/"
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
+_PREFIX = re.compile("/+(?:(v1)/+)*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CACHE_HEADER = "x-mycli-cache"  # "why" in a request asks for it in the response
 _MAX_HEADER = 1000  # characters of the keywords left out of a schema
@@ -58,6 +59,16 @@ def _split_target(scope: Scope) -> None:
         scope["headers"] = [(b"host", match[1]), *others]
         scope["raw_path"] = match[2] or b"/"
         scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+
+
+def _clean_path(scope: Scope) -> None:
+    # Clients add "/v1/..." to base URLs that end in a slash or in /v1: //v1/models, /v1/v1/messages.
+    path: str = scope["path"]
+    if prefix := _PREFIX.match(path):
+        path = ("/v1/" if prefix[1] else "/") + path[prefix.end() :]
+    if not path.startswith(PAGE_FILES):  # addresses with a slash at the end; "/v1/models/" names no model
+        path = path.rstrip("/") or "/"
+    scope["path"] = path
 
 
 def _preflight(headers: Headers) -> Mapping[str, str]:
@@ -102,11 +113,10 @@ class Guard:
             return
         began, arrived = time.perf_counter(), datetime.now().astimezone()
         _split_target(scope)
+        _clean_path(scope)
         headers = Headers(scope=scope)
         sent = headers.get("x-request-id", "")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
-        if not scope["path"].startswith(PAGE_FILES):  # addresses with a slash at the end; "/v1/models/" names no model
-            scope["path"] = scope["path"].rstrip("/") or "/"
         state = scope["state"]
         state["request_id"] = request_id
         status, started = 0, False

@@ -47,6 +47,36 @@ def test_g2_http_1_0_needs_no_host(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("//v1/models", 200),  # of base URLs with a slash at the end
+        ("/v1//models", 200),
+        ("/v1/v1/models", 200),  # of base URLs that end in /v1, in clients that add it
+        ("/v1/v1/models/pico", 200),
+        ("//models", 200),
+        ("//api/version", 200),
+        ("/v1/models//models/pico", 404),  # the name of a model may begin with a slash
+        ("/v1/v1", 404),
+        ("/v1/api/version", 404),
+    ],
+)
+def test_a_prefix_that_a_client_repeats(served: Served, path: str, status: int) -> None:
+    answer = served.ask("GET", path)
+    assert answer.status == status
+    if path == "/v1/models//models/pico":
+        assert "/models/pico" in answer.error["message"]
+
+
+def test_a_repeated_prefix_needs_the_key_as_well(scripted: Scripted) -> None:
+    with scripted("hi", settings=ServerSettings(("pico",), key=KEY.encode())) as served:
+        assert [served.ask("GET", path).status for path in ("//v1/models", "/v1/v1/models", "//health")] == [
+            401,
+            401,
+            200,
+        ]
+
+
+@pytest.mark.parametrize(
     "target, host, status",
     [
         ("http://localhost:1/v1/models", "localhost", b"200"),
