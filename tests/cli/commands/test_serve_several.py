@@ -158,7 +158,8 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
 def test_the_end_of_the_server_ends_its_models(environment: dict[str, str], mycli: Mycli) -> None:
     config = Path(environment["XDG_CONFIG_HOME"]) / "mycli"
     config.mkdir(parents=True, exist_ok=True)
-    text = '[models.first]\nmodel = "pico"\nctx = 256\npin = true\nalias = "a, other"\n[models.pico-draft]\nidle = "1h"\n'
+    text = '[models.first]\nmodel = "pico"\nctx = 256\npin = true\nalias = "a, other"\n'
+    text += '[models.pico-draft]\nidle = "1h"\n'
     (config / "config.toml").write_text(text)
     with several(environment, "-v") as (router, port):
         status, answer = complete(port, "other")
