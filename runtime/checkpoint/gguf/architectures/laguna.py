@@ -30,8 +30,10 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     ropes = sliding_rope_parameters(model, config["rope_parameters"])
     if model.has(_ROTATED_SLIDING):
         ropes["sliding_attention"]["partial_rotary_factor"] = model.integer(_ROTATED_SLIDING) / config["head_dim"]
+    full = full_attention(model, config)
+    full.pop("sliding_window", None)  # which is not null in transformers' config
     return {
-        **full_attention(model, config),
+        **full,
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "num_attention_heads_per_layer": heads,
         "gating": "per-head" if gate is not None and gate.shape[0] == heads[0] else "per-element",

@@ -1,6 +1,7 @@
 """Test variants of recorded GGUF files that other programs write, or the converter for other models."""
 
 import pytest
+import transformers
 
 from mycli.runtime.errors import ModelError
 from tests.support.gguf_facts import FACTS, gguf_folder
@@ -21,6 +22,18 @@ def test_a_window_pattern_may_be_a_number(name: str, period: int, sliding: list[
     key = f"{facts['keys']['general.architecture']}.attention.sliding_window_pattern"
     config = gguf_folder({**facts, "keys": {**facts["keys"], key: period}}).config
     assert [window is not None for window in config.windows] == sliding
+
+
+@pytest.mark.parametrize(
+    "name", ["exaone4-window7", "gemma3-window7-tied", "laguna-heads-by-layer-window7", "mellum-window7"]
+)
+def test_without_a_window_transformers_takes_the_config(name: str) -> None:
+    """It checks types: in some families the window must be a number."""
+    facts = FACTS[name]
+    keys = {key: value for key, value in facts["keys"].items() if ".attention.sliding_window" not in key}
+    raw = dict(gguf_folder({**facts, "keys": keys}).raw.values)
+    config = transformers.AutoConfig.for_model(**raw)
+    assert set(config.layer_types) == {"full_attention"}
 
 
 def test_the_head_of_a_reranker_is_not_read() -> None:
