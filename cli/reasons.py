@@ -130,6 +130,7 @@ REASONS: Mapping[str, str] = {
     "dynamic-rope": "the rotary tables depend on the length of the sequence (dynamic RoPE scaling)",
     "recurrent-state": "layers with a recurrent state run one pass at a time",
     "per-layer-inputs": "per-layer inputs are computed by the host before each pass",
+    "position-embeddings": "positions have a table of embeddings, which the host adds before each pass",
     "embedding-norm": "embeddings are normed by the host before each pass",
     "logit-softcap": "logits are capped at {cap}, which is done on the host",
     "embedding-layout": "the embedding is not contiguous",

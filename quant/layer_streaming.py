@@ -23,6 +23,7 @@ from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
+from mycli.runtime.layers.positions import PositionEmbeddings
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streams import Streams
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
@@ -103,6 +104,9 @@ class StreamedModel:
         self.streams = Streams(self.config) if self.config.streams > 1 else None
         if self.streams is not None:
             self.streams.load(self.stored_weights)
+        self.positions = PositionEmbeddings(self.config.positions) if self.config.positions is not None else None
+        if self.positions is not None:
+            self.positions.load(self.stored_weights)
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
@@ -113,9 +117,12 @@ class StreamedModel:
         table = self.source.read(_EMBEDDING) if table is None else table
         hidden = self.config.hidden_size
         stream = torch.empty(*tokens.shape, self.config.stream_width, dtype=self.placement.dtype)
+        positions = torch.arange(tokens.shape[1], device=self.placement.device)
         for window, ids in zip(stream, tokens, strict=True):
             window[:, :hidden].copy_(functional.embedding(ids, table))
             window[:, :hidden].copy_(scale_embeddings(window[:, :hidden], self.config))
+            if self.positions is not None:
+                window.copy_(self.positions.add_positions(window.to(self.placement.device), positions))
             if self.streams is not None:
                 window.copy_(self.streams.enter(window[:, :hidden].to(self.placement.device)))
         return stream

@@ -128,8 +128,9 @@ def require_separate_linears(config: ModelConfig, layout: str) -> None:
     """Raise ModelError for a family whose files join linears, which are packed apart and no other program reads so."""
     joined = next(joined_linears(config), None)
     if joined is not None:
-        cause = f"{config.stored_name(joined.name)}: files of {config.model_type} have one tensor for several linears"
-        raise ModelError(f"{cause}, which {layout} exports do not join", "choose gguf or safetensors")
+        kind = "the transpose of a weight" if joined.transposed else "one tensor for several linears"
+        cause = f"{config.stored_name(joined.name)}: files of {config.model_type} have {kind}"
+        raise ModelError(f"{cause}, which {layout} exports do not write", "choose gguf or safetensors")
 
 
 def only_packing(request: ExportRequest, layout: str) -> Packing:

@@ -84,9 +84,9 @@ def _join(tensor: JoinedTensor, values: Sequence[Tensor]) -> Tensor:
     if tensor.name in tensor.parts:  # not joined; a stack of one expert is
         return values[0]
     rows = torch.cat([part.view(tensor.groups, -1, *part.shape[1:]) for part in values], dim=1)
-    shape = (tensor.shape[0], *tensor.shape[:0:-1]) if tensor.transposed else tensor.shape
+    shape = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) if tensor.transposed else tensor.shape
     whole = rows.view(shape)
-    return whole.transpose(1, 2).contiguous() if tensor.transposed else whole
+    return whole.mT.contiguous() if tensor.transposed else whole
 
 
 def _stored(weights: Weights, name: str, values: Tensor) -> str:

@@ -68,6 +68,10 @@ class Batch:
         positions = ((chunk.blocks, at) for chunk in self.chunks for at in range(chunk.start, chunk.length))
         return self._tensor([blocks[at // size] * size + at % size for blocks, at in positions], torch.int64)
 
+    def positions(self) -> Tensor:
+        """Return the position int64 [T] of each token in its sequence."""
+        return _on(self.tokens.device, token_positions(self.chunks))
+
     @cached_property
     def starts(self) -> Tensor:
         # int32 [S + 1]: sequence s has the rows starts[s] .. starts[s + 1].
@@ -90,6 +94,11 @@ class Batch:
         # int64 [rows]: the rows whose logits are returned, in order.
         ends = zip(self.first_rows[1:], self.chunks, strict=True)
         return self._tensor([row for end, chunk in ends for row in range(end - chunk.logits, end)], torch.int64)
+
+
+def token_positions(chunks: Sequence[Chunk]) -> Tensor:
+    """Return the position int64 [T] of each token of `chunks` in its sequence."""
+    return torch.cat([torch.arange(chunk.start, chunk.length) for chunk in chunks])
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:

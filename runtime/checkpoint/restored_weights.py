@@ -4,7 +4,7 @@ mlx-lm exchanges the last axes of convolutions [channels, 1, taps], adds to the 
 family adds, and has kv_b of latent attention as two stacks of one matrix per head, keys (transposed) and values, each
 quantized on its own. transformers in memory has the convolutions of queries, keys and values as one. InternLM 2,
 GPT-NeoX and large Falcons store the rows of queries, keys and values of each key head one after the other, GTE the rows
-of up before those of gate.
+of up before those of gate. GPT-2 stores the transposes of weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ _GROUPED = {"llama": "wqkv", "gpt_neox": "query_key_value", "falcon": "query_key
 class JoinedTensor:
     """A tensor of the family's files with the rows of `parts`, which take turns `groups` times.
 
-    transposed: of shape [n, in_features, out_features], from n matrices.
+    transposed: of shape [n, in_features, out_features], from n matrices, or [in_features, out_features].
     """
 
     name: str
@@ -54,7 +54,13 @@ def joined_tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
 
 
 def joined_linears(config: ModelConfig) -> Iterator[JoinedTensor]:
-    """Yield the tensors in which the family's files have several linears that are not experts."""
+    """Yield the tensors in which the family's files have several linears that are not experts, or their transposes."""
+    for linear in config.linears():
+        if (name := linear.transposed_as) is not None:
+            shape = (linear.in_features, linear.out_features)
+            yield JoinedTensor(f"{name}.weight", shape, (f"{linear.name}.weight",), transposed=True)
+            if linear.bias:
+                yield JoinedTensor(f"{name}.bias", (linear.out_features,), (f"{linear.name}.bias",))
     for layer in config.layer_specs if config.model_type in _UP_FIRST else ():
         gate, up = layer.dense_mlp.gate_up
         shape = (2 * up.out_features, up.in_features)
@@ -93,6 +99,9 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     for layer in config.layer_specs:
         if isinstance(layer.mixer, DeltaNetSpec | KimiDeltaSpec) and layer.mixer.convolution.parts:
             _split_convolution(result, layer.mixer.convolution)
+    for linear in config.linears():
+        if linear.transposed_as is not None:
+            _restore_transposed(result, linear.name, linear.transposed_as)
     if config.model_type in _UP_FIRST:
         for layer in config.layer_specs:
             _split_up_gate(result, layer.dense_mlp)
@@ -101,6 +110,15 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
             if isinstance(attention, AttentionSpec) and len(attention.qkv) == 3:
                 _split_groups(result, attention, _grouped_name(attention, config.model_type))
     return result
+
+
+def _restore_transposed(tensors: dict[str, TensorEntry], linear: str, stored: str) -> None:
+    weight, bias = (tensors.pop(f"{stored}.{ending}", None) for ending in ("weight", "bias"))
+    if weight is not None:
+        name = f"{linear}.weight"
+        tensors[name] = replace(weight, name=name, shape=weight.shape[::-1], transposed=True)
+    if bias is not None:
+        tensors[f"{linear}.bias"] = replace(bias, name=f"{linear}.bias")
 
 
 def _is_mlx_convolution(entry: TensorEntry) -> bool:

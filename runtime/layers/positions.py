@@ -1,4 +1,4 @@
-"""Position and token type embeddings, which encoders add to the embeddings of tokens, and biases by distance."""
+"""Tables of position and token type embeddings, which are added to those of tokens, and biases by distance."""
 
 import math
 from collections.abc import Sequence
@@ -37,6 +37,14 @@ class PositionEmbeddings(nn.Module):
         spec = self._spec
         self.table, self.types, self.distances = read(spec.table), read(spec.types), read(spec.distances)
 
+    def add_positions(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """Return `embedded` [..., T, hidden] plus the rows of `positions` int64 [T], which count from 0."""
+        if self.table is None:
+            return embedded
+        # Passes are compared at the end of the last block of a cache, which the table may not reach.
+        rows = (positions + self._spec.first).clamp(max=len(self.table) - 1)
+        return embedded + functional.embedding(rows, self.table)
+
     def forward(self, embedded: Tensor, lengths: Sequence[int], types: Sequence[Sequence[int]]) -> Tensor:
         """Return `embedded` [1, T, hidden] plus the rows of its positions and token types.
 
@@ -47,10 +55,8 @@ class PositionEmbeddings(nn.Module):
             embedded = embedded + functional.embedding(torch.tensor(rows, device=self.types.device), self.types)
         elif self.types is not None:
             embedded = embedded + self.types[0]
-        if self.table is None:
-            return embedded
-        positions = torch.cat([torch.arange(length) for length in lengths]) + self._spec.first
-        return embedded + functional.embedding(positions.to(self.table.device), self.table)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return self.add_positions(embedded, positions.to(embedded.device))
 
     def score_biases(self, length: int) -> Tensor | None:
         """Return the biases [1, heads, queries, keys] of the attention scores of a text; None if there are none."""

@@ -142,9 +142,14 @@ class Transformer(nn.Module):
         total += sum(module.nbytes for module in optional if module is not None)
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
-    def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the first layer reads for tokens int64 [1, T], and per-layer inputs or None."""
+    def enter(self, tokens: Tensor, positions: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return what the first layer reads for tokens int64 [1, T], and per-layer inputs or None.
+
+        positions: returns int64 [T]; only called for a model with a table of positions.
+        """
         x = embed_tokens(tokens, self.embedding, self.config)
+        if self.positions is not None:
+            x = self.positions.add_positions(x, positions())
         inputs = None if self.per_layer is None else self.per_layer(tokens, x)
         return x if self.streams is None else self.streams.enter(x), inputs
 
@@ -155,7 +160,7 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; keys and values go into the cache."""
-        x, inputs = self.enter(batch.tokens[None])
+        x, inputs = self.enter(batch.tokens[None], batch.positions)
         x = self.leave(run_layers(self.layers(), x, batch, rope, cache, inputs)[0])
         return self._logits(x, batch, hook)
 

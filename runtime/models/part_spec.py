@@ -69,12 +69,16 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer: tensor `<name>.weight` [out_features, in_features] and an optional `<name>.bias`."""
+    """A linear layer: tensor `<name>.weight` [out_features, in_features] and an optional `<name>.bias`.
+
+    transposed_as: its name in the family's files where they hold the transpose of the weight (GPT-2's Conv1D).
+    """
 
     name: str
     out_features: int
     in_features: int
     bias: bool = False
+    transposed_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,10 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class PositionSpec:
-    """Tables of which encoders add rows to the embedding of a token: `first` + position of `table`, type of `types`.
+    """Tables of which rows are added to the embedding of a token: `first` + position of `table`, type of `types`.
 
-    Tokens have type 0, except in pairs of texts. Encoders with rotary embedding have no table, and MPNet has no types.
+    Decoders have `table` alone. Tokens have type 0, except in pairs of texts. Encoders with rotary embedding have no
+    table, and MPNet has no types.
     `distances`: a row for each range of distances between tokens, whose values are added to the scores of the heads in
     all layers.
     """

@@ -23,6 +23,7 @@ _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges 
 # Files of before May 2024 have no `pre`; these architectures had one rule then.
 _OLDER_RULES = {name: name for name in ("qwen2", "olmo", "command-r", "falcon")}
 _OLDER_RULES |= {"qwen2moe": "qwen2", "starcoder2": "starcoder", "phi2": "phi-2", "gptneox": "gpt-2"}
+_OLDER_RULES |= {"gpt2": "gpt-2", "starcoder": "starcoder"}
 _SPACED = ("sarvam-moe",)  # `pre` of "gpt2" vocabularies that are SentencePiece's, with merges
 _NEOX_TOKENS = 51200  # at most, padded
 

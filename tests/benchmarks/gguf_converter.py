@@ -77,6 +77,9 @@ REASONS: dict[str, str] = {
     "kimi_linear-groups": "no key: layers without experts after ones with some",
     "bailing_hybrid-unbounded": "the converter fails: decays without a lower bound",
     "stablelm-parallel": "the converter fails: norms of several heads",
+    "gpt2-by-layer": "no key: scale_attn_by_inverse_layer_idx",
+    "gpt2-unscaled": "no key: scale_attn_weights, n_inner",
+    "gpt_bigcode-unscaled": "no key: scale_attn_weights, n_inner",
     "gpt_neox-sequential": "no tensor: llama.cpp requires biases in attention",
     "falcon-11b": "no tensor: one norm for groups of keys has the name of 7B's",
     "phi-head-norms": "no tensor in phi2: norms of queries and keys",
@@ -219,6 +222,8 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["moe_shared_expert_intermediate_size"] = settings["moe_intermediate_size"]
     if settings["model_type"] == "gpt_neox":
         settings["rotary_pct"] = settings["rope_parameters"]["partial_rotary_factor"]
+    if settings["model_type"] == "gpt2":
+        settings["n_ctx"] = settings["n_positions"]
     if settings["model_type"] == "afmoe":
         settings["route_norm"] = True
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):

@@ -64,7 +64,7 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
         del environment[name]
     with hub_server() as running:
         files = {path.name: path.read_bytes() for path in PICO.iterdir()}
-        running.add("org/odd", {**files, "config.json": b'{"model_type": "gpt2"}'})
+        running.add("org/odd", {**files, "config.json": b'{"model_type": "gptj"}'})
         running.add("org/pico", files)
         environment |= {"HF_ENDPOINT": running.address(), "HF_HUB_OFFLINE": "0"}
         yield running
@@ -72,7 +72,7 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
 
 def test_what_cannot_run_is_not_fetched(server: HubServer, mycli: Mycli) -> None:
     refused = mycli("pull", "org/odd")
-    assert refused.returncode == 3 and "'gpt2' is not supported" in refused.stderr and "--force" in refused.stderr
+    assert refused.returncode == 3 and "'gptj' is not supported" in refused.stderr and "--force" in refused.stderr
     assert not server.requests("storage:"), "no weights were asked for"
     assert mycli("pull", "org/odd", "--dry-run").returncode == 3, "as the real run would"
     assert mycli("pull", "org/odd", "--force").returncode == 0

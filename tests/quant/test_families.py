@@ -23,6 +23,7 @@ from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.restored_weights import joined_linears
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
@@ -34,10 +35,10 @@ from tests.support.families import (
     class_of,
     experts_of,
     grouped,
+    linears_of,
     make,
     packed_weights,
     separated,
-    stored_name,
     weights_of,
 )
 from tests.support.grids import chosen
@@ -145,7 +146,10 @@ STACKED = (
     "falcon-7b",
     # transformers has queries, keys and values in one tensor.
     "gpt_neox-parallel",
+    # transformers has the transposes of weights.
+    "gpt2-tied",
     # transformers fails while it initializes them.
+    "gpt_bigcode-tied",
     "nanochat-tied-biases-low-cap",
 )
 
@@ -168,7 +172,6 @@ def hooked_inputs(
     named by `names`.
     """
     found: dict[str, Tensor] = {}
-    modules = {name: each for name, each in reference.named_modules() if isinstance(each, torch.nn.Linear)}
 
     def observe(name: str, module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
         if len(given) == 1:  # llama4: all tokens for each expert, weighted, zero for tokens that are not routed to it
@@ -187,11 +190,10 @@ def hooked_inputs(
             gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
             found.update(zip(linears, (rows, rows, module.act_fn(gate) * up), strict=True))
 
-    modules = {stored_name(reference.config.model_type, name): module for name, module in modules.items()}
     experts = {name: each for name, each in reference.named_modules() if name.endswith(".experts")}
     hooks = [
         module.register_forward_pre_hook(lambda _, given, name=name: found.__setitem__(name, given[0]))
-        for name, module in modules.items()
+        for name, module in linears_of(reference).items()
     ]
     hooks += [
         module.register_forward_pre_hook(lambda each, given, name=name: observe(name, each, given))
@@ -226,6 +228,8 @@ def unpacked(copy: Path, folder: Path) -> Path:
         made = made.view(len(experts), -1, made.shape[-1])
         stored[name] = made.transpose(1, 2).contiguous() if stack.transposed else made
     stored = grouped(stored, described.heads) if described.model_type == "gpt_neox" else stored
+    for tensor in joined_linears(described) if described.model_type == "gpt2" else ():
+        stored[tensor.name] = stored.pop(tensor.parts[0]).T.contiguous()  # that of a bias is the bias
     stored = {described.stored_name(name): each for name, each in stored.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

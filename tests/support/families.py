@@ -2,12 +2,14 @@
 
 import json
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.layers.transformer import Transformer
@@ -81,7 +83,7 @@ def enliven(model: transformers.PreTrainedModel) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-            if name.endswith("bias"):  # correction bias of expert routing
+            if name.endswith("bias") and buffer.is_floating_point():  # correction bias of expert routing
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
@@ -124,7 +126,9 @@ def stored_name(model_type: str, name: str) -> str:
     name = name.replace(".shared_experts.", shared) if model_type != "nemotron_h" else name
     if model_type == "gpt_neox":
         return name.replace("gpt_neox.layers.", "model.layers.")
-    if model_type == "falcon":
+    if model_type == "gpt2":
+        return reduce(lambda part, names: part.replace(*names), _GPT2_NAMES, name)
+    if model_type in ("falcon", "gpt_bigcode"):
         return name.replace("transformer.h.", "model.layers.")
     if name.startswith("backbone."):
         return f"model.{name.removeprefix('backbone.')}"
@@ -137,6 +141,19 @@ def stored_name(model_type: str, name: str) -> str:
     if model_type == "hy_v3" and name.endswith(".mlp.gate"):
         return f"{name.removesuffix('.gate')}.router.gate"
     return name.replace(".mlp.router", ".block_sparse_moe.gate") if model_type == "phimoe" else name
+
+
+_GPT2_NAMES = (
+    *(("transformer.h.", "model.layers."), (".c_attn", ".qkv_proj"), (".c_fc", ".up_proj")),
+    *((".attn.c_proj", ".attn.o_proj"), (".mlp.c_proj", ".mlp.down_proj")),
+)
+
+
+def linears_of(reference: transformers.PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """Return the linears of transformers' model by the checkpoint name of a module."""
+    kinds = (torch.nn.Linear, Conv1D)
+    modules = {name: module for name, module in reference.named_modules() if isinstance(module, kinds)}
+    return {stored_name(reference.config.model_type, name): module for name, module in modules.items()}
 
 
 _GROUPED = ".query_key_value"
@@ -195,8 +212,10 @@ def weights_of(
 ) -> dict[str, Tensor]:
     """Return the weights of all linears as transformers read them, by name; the experts of a layer are one tensor."""
     modules = dict(reference.named_modules())
-    linears = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    found = {stored_name(reference.config.model_type, name): module.weight for name, module in linears.items()}
+    found = {
+        name: module.weight.T if isinstance(module, Conv1D) else module.weight
+        for name, module in linears_of(reference).items()
+    }
     for name, module in modules.items():
         for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
             if isinstance(up := getattr(module, "up_proj", None), Tensor):  # no gate

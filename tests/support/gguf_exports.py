@@ -164,6 +164,8 @@ NAMES = (
     "jais2-gqa4:2",
     "falcon-7b",
     "gpt_neox-parallel",
+    "gpt2-tied",
+    "gpt_bigcode-tied",
     "nemotron-half-rotated",
     "nemotron-tied-biases",
     "olmo-clip",

@@ -4,6 +4,7 @@ from typing import Any
 
 from tests.support.family_parts import IDS, MULTIPLIERS, scaled
 
+GPT2 = {**IDS, "max_position_embeddings": 80}  # no less than the tokens of a reply: positions have a table
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # id -> (model_type, differences from SMALL)
@@ -52,6 +53,20 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_neox-parallel": ("gpt_neox", {**IDS, **scaled("default", partial_rotary_factor=0.25)}),
+    "gpt2-by-layer": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled-gelu-untied": (
+        "gpt2",
+        {
+            **{**GPT2, "scale_attn_weights": False, "n_inner": 88},
+            **{"activation_function": "gelu", "tie_word_embeddings": False},
+        },
+    ),
+    "gpt2-tied": ("gpt2", GPT2),
+    "gpt_bigcode-unscaled-tanh-untied": (
+        "gpt_bigcode",
+        {**GPT2, "scale_attn_weights": False, "n_inner": 88, "tie_word_embeddings": False},
+    ),
+    "gpt_bigcode-tied": ("gpt_bigcode", {**GPT2, "activation_function": "gelu"}),
     "falcon-40b-biases-untied": (
         "falcon",
         {

@@ -127,7 +127,7 @@ class CapturedStep:
 
     def _enter(self, inputs: StepInput, rope: Rope, cache: KVCache) -> tuple[Tensor, PassContext]:
         sequences = DeviceSequences(inputs, cache)
-        x, per_layer = self._model.enter(sequences.tokens.view(1, -1))
+        x, per_layer = self._model.enter(sequences.tokens.view(1, -1), lambda: sequences.positions)
 
         def inputs_of(layer: int) -> Tensor:
             assert isinstance(per_layer, Tensor)

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import addressof, c_int32, c_int64, c_uint8
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Batch, Chunk
+from mycli.runtime.cache.batch import Batch, Chunk, token_positions
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
 from mycli.runtime.device.placement import decline_dtype, dtype_name
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
@@ -248,6 +249,8 @@ class CpuPass:
             return Declined("several-streams")
         if self._model.per_layer is not None:
             return Declined("per-layer-inputs")
+        if self._model.positions is not None:
+            return Declined("position-embeddings")
         if config.embedding_norm:
             return Declined("embedding-norm")
         if config.logit_softcap is not None:
@@ -281,7 +284,7 @@ class CpuPass:
         for chunk in chunks:
             ids += chunk.tokens
             logit_rows += range(len(ids) - chunk.logits, len(ids))
-        x, inputs = model.enter(torch.tensor([ids]))
+        x, inputs = model.enter(torch.tensor([ids]), partial(token_positions, chunks))
         x = model.leave(self.layers.run(x, chunks, work.rope, work.cache, inputs)[0])
         if work.hook is not None:
             work.hook(model.norm(x))

@@ -163,7 +163,7 @@ class _Compared:
     def layers(self, step: LayeredStep, count: int) -> Declined | None:
         model, chunk = self._model, self.chunk(count)
         batch, inputs = Batch.of([chunk], self.cache.block_size, model.device), self.inputs(chunk)
-        x, per_layer = model.enter(batch.tokens[None])
+        x, per_layer = model.enter(batch.tokens[None], batch.positions)
         context = pass_context(batch, self._rope, self.cache, per_layer)
         self.rewind()
         for index, block in enumerate(model.layers()):

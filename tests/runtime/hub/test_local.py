@@ -46,7 +46,7 @@ def _cut_tekken(folder: Path) -> None:
         (lambda folder: None, ""),
         (lambda folder: (folder / "config.json").unlink(), "incomplete: config.json missing"),
         (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
+            lambda folder: (folder / "config.json").write_text('{"model_type": "gptj"}'),
             "unsupported: config.json: model",
         ),
         (lambda folder: _cut(folder / "config.json", 0.5), "damaged: config.json"),

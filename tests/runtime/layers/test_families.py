@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.checkpoint.restored_weights import joined_linears
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -123,9 +124,10 @@ def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
         names = list(file.keys())
         stored = {config.local_name(name): tuple(file.get_slice(name).get_shape()) for name in names}
     ours = dict(config.tensors())
-    for name in [name for name in stored if ".query_key_value." in name and name not in ours]:
-        parts = [ours.pop(name.replace("query_key_value", f"{part}_proj")) for part in "qkv"]
-        ours[name] = (sum(rows for rows, *_ in parts), *parts[0][1:])
+    for tensor in joined_linears(config):
+        for part in tensor.parts:
+            del ours[part]
+        ours[tensor.name] = tensor.shape
     if not config.stacks.keys().isdisjoint(stored):  # all experts are one tensor, which the load test compares
         ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
     expected = {name: shape for name, shape in stored.items() if name != tied and name not in config.stacks}
@@ -223,6 +225,25 @@ def test_pythia_as_published(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference(tokens).logits
     assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_gpt2_as_published(tmp_path: Path) -> None:
+    """By the class without a head, with causal masks, which are not read, and without a dtype: in fp32."""
+    reference = make(tmp_path, *CASES["gpt2-tied"])
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(SMALL["num_hidden_layers"])}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_ctx": config["n_positions"]}))
+    folder = open_model_folder(tmp_path)
+    assert folder.config.dtype == "float32"
+    tokens = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def test_every_family_has_a_case() -> None:

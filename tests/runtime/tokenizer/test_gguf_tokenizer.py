@@ -313,6 +313,8 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
         ("phi2", 9, "phi-2"),
         ("falcon", 9, "falcon"),
         ("gptneox", 9, "gpt-2"),
+        ("gpt2", 9, "gpt-2"),
+        ("starcoder", 9, "starcoder"),
         ("starcoder2", 9, "starcoder"),
         ("llama", 9, "default"),
         ("stablelm", 50432, "gpt-2"),

@@ -37,7 +37,7 @@ TAKEN: Mapping[str, Mapping[str, Any]] = {
     "gemma3-window7-tied": HEAD,
     "qwen3_moe-8top2": HEAD,
 }
-DECLINED: Mapping[str, Mapping[str, Any]] = {"gemma2-mqa-low-caps-untied": HEAD, "lfm2-tied": {}}
+DECLINED: Mapping[str, Mapping[str, Any]] = {"gemma2-mqa-low-caps-untied": HEAD, "lfm2-tied": {}, "gpt2-tied": {}}
 
 
 @pytest.fixture(autouse=True)
