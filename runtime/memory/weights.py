@@ -8,7 +8,16 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import has_prompt_copy
+
+_CPU_ROWS = 16  # native code stores packed weights in blocks of so many rows
+
+
+def _packed_bytes(plan: MemoryPlan, packing: Packing, rows: int, columns: int) -> int:
+    # A product of several linears pads their rows together: with each padded alone the estimate is a little larger.
+    padded = rows if plan.gpu else -(-rows // _CPU_ROWS) * _CPU_ROWS
+    return packing.bytes(padded, columns, plan.scale_bytes)
 
 
 def block_bytes(plan: MemoryPlan, layer: int) -> int:
@@ -16,16 +25,16 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
     size, total = plan.value_bytes, 0
     for name, shape in plan.config.layer(layer).tensors():
         packing = plan.packings.get(name.removesuffix(".weight"))
-        total += packing.bytes(shape[0], shape[1], plan.scale_bytes) if packing else prod(shape) * size
+        total += _packed_bytes(plan, packing, *shape) if packing else prod(shape) * size
     spec = plan.config.layer(layer)
     if spec.recurrent is not None:
         total += sum(prod(shape) for _, shape in spec.recurrent.tensors()) * (STATE_BYTES - size)  # stored in fp32
     if spec.latent is not None and (packing := plan.packings.get(spec.latent.kv_b.name)):
         # Decoded at load: decoding multiplies it in both directions, head by head.
         rows, columns = spec.latent.kv_b.out_features, spec.latent.kv_b.in_features
-        total += rows * columns * size - packing.bytes(rows, columns, plan.scale_bytes)
-    inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
-    total += sum(_norm_bytes(plan, norm) for norm in inner if norm.name is None)  # a constant gain
+        total += rows * columns * size - _packed_bytes(plan, packing, rows, columns)
+    norms = (norm for part in spec.parts for norm in (part.norm, part.output_norm, *part.inner_norms()))
+    total += sum(_norm_bytes(plan, norm) for norm in norms if norm is not None and norm.name is None)  # constant gains
     total -= _absent_bytes(plan, spec)
     return total + sum(_norm_bytes(plan, norm) - norm.elements * size for norm in spec.norms())
 
@@ -42,7 +51,7 @@ def linears_bytes(plan: MemoryPlan, linears: Iterable[LinearSpec]) -> int:
     total, size = 0, plan.value_bytes
     for spec in linears:
         packing, dense = plan.packings.get(spec.name), spec.out_features * spec.in_features * size
-        total += packing.bytes(spec.out_features, spec.in_features, plan.scale_bytes) if packing else dense
+        total += _packed_bytes(plan, packing, spec.out_features, spec.in_features) if packing else dense
         total += spec.out_features * size * spec.bias
     return total
 
@@ -80,7 +89,7 @@ def head_bytes(plan: MemoryPlan) -> int:
     packing = plan.packings.get(head.name)
     bias = head.out_features * head.bias * plan.value_bytes
     if packing:
-        return bias + packing.bytes(head.out_features, head.in_features, plan.scale_bytes)
+        return bias + _packed_bytes(plan, packing, head.out_features, head.in_features)
     return bias + head.out_features * head.in_features * plan.value_bytes
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
     CPU_KEPT,
@@ -29,6 +30,8 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.embedding_models import encoder
+from tests.support.families import CASES, make
+from tests.support.models import CPU
 from tests.support.published import plan, published
 
 INT4 = Packing(4, 128)
@@ -95,6 +98,22 @@ def test_three_bits_round_up_to_words() -> None:
     rows = 48 + 48 + 48 + 48 + 3 * 48  # q k v o, gate up down
     norms = 3 * 48 * 2
     assert weight_bytes(MemoryPlan(config, PackingScheme(Packing(3, None)).packings(config))) == rows * row + norms
+
+
+def test_on_a_cpu_packed_rows_fill_blocks_of_16() -> None:
+    config, packing = replace(published("Qwen2.5-7B"), vocab_size=50257), Packing(4, 128)
+    model = MemoryPlan(config, {"lm_head": packing})
+    assert head_bytes(model) == packing.bytes(50272, config.hidden_size)
+    assert head_bytes(replace(model, gpu=True)) == packing.bytes(50257, config.hidden_size)
+
+
+@pytest.mark.parametrize("case", ["olmo-clip", "nanochat-tied-biases-low-cap", "gpt2-tied"])
+def test_dense_weights_are_those_in_memory(case: str, tmp_path: Path) -> None:
+    """Norms without a tensor have gains of one in memory."""
+    make(tmp_path, *CASES[case])
+    folder = open_model_folder(tmp_path)
+    plan = MemoryPlan(folder.config)
+    assert weight_bytes(plan) + embedding_bytes(plan) == load_model(folder, CPU).model.nbytes
 
 
 def test_tied_head_is_held_once_and_packed_head_beside_the_table() -> None:

@@ -167,9 +167,10 @@ def _beside(config: ModelConfig) -> int:
     """Return the bytes of a bf16 model beyond two per parameter: gains and other fp32 tensors, gains of one."""
     specs = config.layer_specs
     sums = [norm for spec in specs for norm in spec.norms()] + [config.norm()]
-    inner = [norm for spec in specs for part in spec.parts for norm in part.inner_norms() if norm is not None]
     sums_in_fp32 = 2 * sum(norm.elements for norm in sums if norm.fp32_gain)
-    gains_of_one = 2 * sum(norm.size for norm in (*inner, config.norm()) if norm.name is None)
+    parts = [part for spec in specs for part in spec.parts]
+    every = [norm for part in parts for norm in (part.norm, part.output_norm, *part.inner_norms()) if norm is not None]
+    gains_of_one = 2 * sum(norm.size for norm in (*every, config.norm()) if norm.name is None)
     recurrent = [spec.recurrent for spec in specs if spec.recurrent is not None]
     return sums_in_fp32 + gains_of_one + 2 * sum(math.prod(shape) for spec in recurrent for _, shape in spec.tensors())
 
