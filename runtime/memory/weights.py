@@ -11,7 +11,7 @@ from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import has_prompt_copy
 
-_CPU_ROWS = 16  # native code stores packed weights in blocks of so many rows
+_CPU_ROWS = 16  # the rows of a block of packed weights in native code
 
 
 def _packed_bytes(plan: MemoryPlan, packing: Packing, rows: int, columns: int) -> int:
