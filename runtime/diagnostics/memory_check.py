@@ -141,8 +141,8 @@ def measure_memory(
     model = runner.model
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
-    embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
-    embeddings += 0 if model.streams is None else model.streams.nbytes
+    tables = (model.per_layer, model.positions, model.streams)
+    embeddings += sum(module.nbytes for module in tables if module is not None)
     capacity = cache_positions(plan.context)
     slots = state_slots(runner.config, plan.running or plan.batch)
     cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch), slots)

@@ -24,11 +24,13 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
         # Of a chunk the last token reads the most, which is counted.
         read = min(depth, window or depth, chunk or depth)
         cached += read * plan.token_bytes(spec.index if source is None else source)
-    # Of the per-layer table one row per sequence is read; the projections whole.
-    per_layer = sum(table.in_features * plan.batch for table in plan.config.per_layer_linears()[:1])
-    per_layer += sum(linear.out_features * linear.in_features for linear in plan.config.dense_linears())
+    # Of the tables of per-layer inputs and positions one row per sequence is read; the projections whole.
+    tables = (*plan.config.per_layer_linears()[:1], *plan.config.position_tables())
+    outside = sum(table.in_features * plan.batch for table in tables)
+    projections = [linear for linear in plan.config.dense_linears() if linear not in tables]
+    outside += sum(linear.out_features * linear.in_features for linear in projections)
     unread = int(sum(idle * nbytes for idle, nbytes in _expert_layers(plan)))
-    return weight_bytes(plan) - unread + head_bytes(plan) + per_layer * plan.value_bytes + cached * plan.batch
+    return weight_bytes(plan) - unread + head_bytes(plan) + outside * plan.value_bytes + cached * plan.batch
 
 
 def _expert_layers(plan: MemoryPlan) -> Iterator[tuple[float, int]]:

@@ -21,7 +21,9 @@ from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import Dtype, PromptCopy
+from tests.support.families import CASES, make
 from tests.support.grids import chosen
+from tests.support.models import CPU
 from tests.support.paths import PICO
 
 FOLDER = PICO
@@ -54,6 +56,13 @@ def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: 
     assert parts[0].actual > 0  # the workspace may be zero in a process that can reuse freed memory
     total = parts[-1]
     assert total.actual >= sum(part.actual for part in parts[:-1]), "loading may take more"
+
+
+def test_a_table_of_positions_counts_as_an_embedding(tmp_path: Path) -> None:
+    make(tmp_path, *CASES["gpt2-tied"])
+    opened = open_model_folder(tmp_path)
+    parts = measure_memory(opened, MemoryPlan(opened.config, context=48), CPU)
+    assert [part.error for part in parts if part.name in EXACT] == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -162,6 +162,13 @@ def test_chunked_attention_bounds_what_is_read() -> None:
     assert bytes_per_step(model, 100) - bytes_per_step(model, 0) == token * 48 * 100
 
 
+def test_of_a_table_of_positions_a_row_of_each_sequence_is_read() -> None:
+    for batch in (1, 4):
+        model = plan("starcoder", INT4, batch=batch)
+        outside = bytes_per_step(model, 0) - weight_bytes(model) - head_bytes(model)
+        assert outside == 2 * batch * 6144
+
+
 def test_of_per_layer_inputs_a_row_of_each_sequence_is_read_and_the_projections_whole() -> None:
     """Gemma 3n E2B: 30 layers of 256 inputs, a projection to them, and six square ones of its parallel streams."""
     for batch in (1, 4):
