@@ -18,7 +18,7 @@ _REASONS = {
         "bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta-prelayernorm "
         "roc_bert roformer xlm xlm-roberta-xl xmod"
     ),
-    "its table of position embeddings is not implemented": ("biogpt cpmant ctrl gpt-sw3 gpt_neo openai-gpt opt xglm"),
+    "its table of position embeddings is not implemented": ("biogpt cpmant ctrl gpt-sw3 openai-gpt opt xglm"),
     "its attention biases by distance (ALiBi) are not implemented": "bloom mpt",
     "its layout of queries, keys and values is not implemented": ("codegen dbrx gpt_neox_japanese gptj persimmon"),
     "its indexer attention, which selects keys for each query, is not implemented": (

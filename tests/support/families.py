@@ -128,7 +128,7 @@ def stored_name(model_type: str, name: str) -> str:
         return name.replace("gpt_neox.layers.", "model.layers.")
     if model_type == "gpt2":
         return reduce(lambda part, names: part.replace(*names), _GPT2_NAMES, name)
-    if model_type in ("falcon", "gpt_bigcode"):
+    if model_type in ("falcon", "gpt_bigcode", "gpt_neo"):
         return name.replace("transformer.h.", "model.layers.")
     if name.startswith("backbone."):
         return f"model.{name.removeprefix('backbone.')}"

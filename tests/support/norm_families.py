@@ -62,6 +62,17 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2-tied": ("gpt2", GPT2),
+    "gpt_neo-mixed-untied": (
+        "gpt_neo",
+        {
+            **{**GPT2, "attention_types": [[["global"], 1], [["local"], 2]], "window_size": 5},
+            **{"activation_function": "gelu", "intermediate_size": None, "tie_word_embeddings": False},
+        },
+    ),
+    "gpt_neo-window7-tied": (
+        "gpt_neo",
+        {**GPT2, "attention_types": [[["local", "global", "local"], 1]], "window_size": 7},
+    ),
     "gpt_bigcode-unscaled-tanh-untied": (
         "gpt_bigcode",
         {**GPT2, "scale_attn_weights": False, "n_inner": 88, "tie_word_embeddings": False},

@@ -1,6 +1,8 @@
 """GPT-2 (124M to 1.5B) and models of its class: a table of positions, LayerNorms, biases, a GELU MLP without a gate."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
@@ -79,8 +81,10 @@ def read(raw: Fields) -> ModelConfig:
     return read_gpt2(raw, Gpt2Layers(transposed=True, by_layer=by_layer), "gelu_new")
 
 
-def read_gpt2(raw: Fields, layers: Gpt2Layers, activation: str, kv_heads: int | None = None) -> ModelConfig:
-    """Read the config of a class with GPT-2's fields; activation: the default; kv_heads: None for as many as queries'.
+def read_gpt2(
+    raw: Fields, layers: Callable[[ModelConfig, int], LayerSpec], activation: str, **changes: Any
+) -> ModelConfig:
+    """Read the config of a class with GPT-2's fields; activation: the default; changes: to the ModelConfig.
 
     Files without a dtype are in fp32, in which they were published.
     """
@@ -98,18 +102,19 @@ def read_gpt2(raw: Fields, layers: Gpt2Layers, activation: str, kv_heads: int | 
         raw = Fields({**raw.values, "dtype": raw.text("torch_dtype", "float32")}, raw.source)
     fields = hf_config.common(raw, activations=_ACTIVATIONS)
     table = LinearSpec("model.embed_positions", fields["max_context"], fields["hidden_size"])
-    return ModelConfig(
-        **{**fields, "kv_heads": kv_heads or fields["heads"]},
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        mlp_gate=False,
-        attention_scale=None if raw.boolean("scale_attn_weights", True) else 1.0,
-        layer_norm=True,
-        norm_bias=True,
-        layer_ropes=(None,) * fields["layers"],
-        positions=PositionSpec(table, None),
+    common: dict[str, Any] = {
+        **fields,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "mlp_gate": False,
+        "attention_scale": None if raw.boolean("scale_attn_weights", True) else 1.0,
+        "layer_norm": True,
+        "norm_bias": True,
+        "layer_ropes": (None,) * fields["layers"],
+        "positions": PositionSpec(table, None),
         # The class without a head has no prefix; GPT-2 was published by it.
-        stored_prefixes=(*((f"transformer.{stored}", name) for stored, name in _PREFIXES), *_PREFIXES),
-        build_layer=layers,
-    )
+        "stored_prefixes": (*((f"transformer.{stored}", name) for stored, name in _PREFIXES), *_PREFIXES),
+        "build_layer": layers,
+    }
+    return ModelConfig(**{**common, **changes})

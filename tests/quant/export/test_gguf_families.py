@@ -70,7 +70,7 @@ def _request(name: str, folder: Path, variant: str) -> ExportRequest:
 WITHOUT_ARCHITECTURE = {
     *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "mimo"),
     *("ministral", "muse_glimmer_text", "nanochat", "nemotron-nas", "olmo_hybrid", "sarvam_mla", "sarvam_moe"),
-    *("PanguEmbedded", "baichuan", "telechat3", "vaultgemma"),
+    *("PanguEmbedded", "baichuan", "gpt_neo", "telechat3", "vaultgemma"),
 }
 
 

@@ -87,6 +87,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "B10-sliding-without-window": ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "layer_types"),
     "B11-activation": ({"hidden_act": "gelu"}, "'gelu' is not supported"),
     "B11-model-type": ({"model_type": "gptj"}, "gptj"),
+    "gpt-neo-kinds": (
+        {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 5]]},
+        "attention_types must give global or local for each of",
+    ),
+    "gpt-neo-pairs": ({"model_type": "gpt_neo", "attention_types": [["global", "local"]]}, "must hold pairs"),
     "B11-model-type-path": ({"model_type": "../llama"}, "model_type"),
     "B11-model-type-private": ({"model_type": "_common"}, "_common"),
     "tied-null": ({"tie_word_embeddings": None}, "true or false, not null"),
