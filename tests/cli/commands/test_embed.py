@@ -98,8 +98,8 @@ def test_a_text_that_is_too_long_for_the_model_is_refused_with_its_line(
     folder = tmp_path / "short"
     shutil.copytree(model, folder)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
-    refused = mycli("embed", str(folder), "--device", "cpu", input="Hello\n" + "a " * 20)
-    assert refused.returncode == 2 and "text 2: 21 tokens; the model embeds at most 8" in refused.stderr
+    refused = mycli("embed", str(folder), "--device", "cpu", input="a " * 7 + "\n" + "a " * 8)
+    assert refused.returncode == 2 and "text 2: 9 tokens; the model embeds at most 8" in refused.stderr
 
 
 def test_a_bidirectional_model_embeds_and_does_not_generate(mycli: Mycli, tmp_path: Path) -> None:

@@ -191,6 +191,14 @@ def test_fields_left_out_have_the_defaults_of_compressed_tensors(weights: dict[s
     assert read(section) == read(written)
 
 
+def test_a_group_of_minus_1_is_a_channel() -> None:
+    """compressed-tensors writes "channel" for it; files of other programs say "group"."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": -1}
+    section: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    assert {(packing.bits, packing.group_size) for packing in read(section).values()} == {(4, None)}
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     section: dict[str, Any] = write_quantization(ONE, ["lm_head"], "bfloat16")
     inner: Any = section
