@@ -102,6 +102,11 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
     assert all(part.lacks for given in (first_call, second_call) for part in given.parts(Asked(tmp_path), tmp_path))
 
 
+TORCH = """class cuda:
+    pass
+def use_deterministic_algorithms(*_, **__):
+    pass
+"""
 GPU_TESTS = """import torch
 left = []
 def synchronize():
@@ -122,9 +127,11 @@ def test_a_gpu_test_that_fails_says_why_at_once(tmp_path: Path) -> None:
     """The reason stands before the summary; the test that leaves an error fails, and those after it are skipped."""
     path = tmp_path / "test_some.py"
     path.write_text(GPU_TESTS)
+    (tmp_path / "torch.py").write_text(TORCH)  # a worker has no need of the whole, which takes most of the time
     workers = ["-n", "1"] if find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.gpu.conftest", *workers, "-c", os.devnull]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment.get("PYTHONPATH", "")))
     command += ["--rootdir", str(tmp_path), str(path)]
     pytest_process = ForkedProcess(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     at_once, _, summary = pytest_process.communicate()[0].partition("= ERRORS =")

@@ -23,13 +23,10 @@ from tests.support.platform_wheel import build
 
 QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
 PROGRAM = f"""
-import mycli.runtime.pico as pico
-print(*pico.__path__)
-from mycli.runtime import open_model
-print(open_model("pico").generate("{QUESTION}").text)
-"""
-SEVERAL = """
 import contextlib, io, json, sys
+import mycli.runtime.pico as pico
+from mycli.runtime import open_model
+reply = open_model("pico").generate("{QUESTION}").text
 from mycli.cli.main import main
 outputs = []
 for words in json.loads(sys.argv[1]):
@@ -41,7 +38,7 @@ for words in json.loads(sys.argv[1]):
             assert not end.code, words
         output.flush()
     outputs.append(output.buffer.getvalue().decode())
-print(json.dumps(outputs))
+print(json.dumps([*pico.__path__, reply, outputs]))
 """
 
 
@@ -83,20 +80,18 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
         return done.stdout
 
     def together(*lines: Sequence[str]) -> list[dict[str, Any]]:
-        """Run several commands in one process, which imports torch once; return the JSON object that each prints."""
-        python = [str(program.parent / "python"), "-c", SEVERAL, json.dumps(lines)]
+        """Run the Python interface and several commands in one process; return the JSON object that each prints."""
+        python = [str(program.parent / "python"), "-c", PROGRAM, json.dumps(lines)]
         done = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return [json.loads(output) for output in json.loads(done.stdout)]
-
-    python = [str(program.parent / "python"), "-c", PROGRAM]
-    printed = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout
-    location, _, reply = printed.partition("\n")
-    assert (Path(location) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
-    assert ANSWER in reply
+        location, reply, outputs = json.loads(done.stdout)
+        assert (Path(location) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
+        assert ANSWER in reply
+        return [json.loads(output) for output in outputs]
 
     quantize = ("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
     if kind == "editable":  # it has the files of the checkout, and each part of the package is found
+        together()
         mycli(*quantize)
         return
     assert (program.parent.parent / "share" / "man" / "man1" / "mycli.1").is_file()
