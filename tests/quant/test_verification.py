@@ -152,6 +152,17 @@ def test_an_expert_that_is_transposed_is_found(tmp_path: Path) -> None:
     assert fault.row is None and "transposed" in fault.problem
 
 
+def test_a_joined_tensor_that_is_transposed_is_named(tmp_path: Path) -> None:
+    path = _export(tmp_path, "gpt_neox-parallel", ":f32")
+    reading, names = _reading(path, "gguf-py")
+    whole = reading.weights["blk.0.attn_qkv.weight"]
+    other = dataclasses.replace(whole, shape=whole.shape[::-1])
+    reading = dataclasses.replace(reading, weights={**reading.weights, "blk.0.attn_qkv.weight": other})
+    opened = open_model_folder(path)
+    (fault,) = verify_reading(reading, names, opened, opened, tokens_to_score(opened.config.vocab_size), EXACT).faults
+    assert fault.weight == "blk.0.attn_qkv.weight" and "transposed" in fault.problem
+
+
 def test_a_weight_that_the_program_lacks_is_found(tmp_path: Path) -> None:
     path = _export(tmp_path, "olmo3-yarn-tied", ":f32")
     reading, names = _reading(path, "gguf-py")
