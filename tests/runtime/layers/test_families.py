@@ -79,9 +79,9 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
 
 
 @pytest.mark.parametrize("model_type", RENAMES)
-def test_names_of_transformers_in_memory_are_read(model_type: str, tmp_path: Path) -> None:
+def test_names_of_transformers_in_memory_are_read(model_type: str, made: Made, tmp_path: Path) -> None:
     case = next(name for name, (kind, _) in CASES.items() if kind == model_type)
-    reference = make(tmp_path, *CASES[case])
+    reference, _ = made(case)
     reference.save_pretrained(tmp_path, save_original_format=False)
     model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
