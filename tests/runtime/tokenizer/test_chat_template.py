@@ -1,7 +1,6 @@
 """Test chat templates against transformers; a hostile one is stopped after two seconds."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +124,6 @@ def test_a_template_may_keep_a_queue_in_a_list(statement: str, shared_child: Cha
         assert render(with_source(shared_child, source), turns, False) == "a:b:1"
 
 
-@pytest.fixture
-def short_deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(template_module, "RENDER_SECONDS", 1.0)
-    yield
-
-
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
@@ -151,9 +144,11 @@ def short_deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.param("error-undefined", ("UndefinedError",), id="C8-undefined"),
     ],
 )
-def test_hostile_template(name: str, kinds: tuple[str, ...], short_deadline: None) -> None:
+def test_hostile_template(name: str, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate({"default": (HOSTILE / f"{name}.jinja").read_text()}, TOKENS)
-    with pytest.raises(ModelError, match=f"chat template: ({'|'.join(kinds)}): "):
+    with monkeypatch.context() as patch, pytest.raises(ModelError, match=f"chat template: ({'|'.join(kinds)}): "):
+        if "Deadline" in kinds:
+            patch.setattr(template_module, "RENDER_SECONDS", 0.2)
         render(template, CONVERSATIONS["one"])
     # The next template is rendered, by a new helper if the old one was killed.
     assert render(with_source(template, "{{ messages[0].content }}"), CONVERSATIONS["one"]) == "Hi there"

@@ -101,16 +101,17 @@ def test_no_file(tmp_path: Path) -> None:
 def test_hostile_tokenizer_costs_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, match: str
 ) -> None:
-    monkeypatch.setattr(encoding, "ENCODE_SECONDS", 1.0)
     monkeypatch.setattr(encoding, "WORKER_MEMORY", 1 << 30)
     tokenizer = attack(tmp_path, name)
-    with pytest.raises(ModelError, match=match):
+    with monkeypatch.context() as patch, pytest.raises(ModelError, match=match):
+        if "took" in match:
+            patch.setattr(encoding, "ENCODE_SECONDS", 0.2)
         tokenizer.encode(text, add_special=True)
     assert tokenizer.decode([0, 1, 2]) == "abc"  # the rest of the program continues
 
 
 def test_hostile_tokenizer_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C5
-    monkeypatch.setattr(encoding, "LOAD_SECONDS", 1.0)
+    monkeypatch.setattr(encoding, "LOAD_SECONDS", 0.2)
     monkeypatch.setattr(encoding, "WORKER_MEMORY", 1 << 30)
     with pytest.raises(ModelError, match="took more than|too much memory"):
         attack(tmp_path, "C5-replace-bomb-at-load")
