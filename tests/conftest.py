@@ -88,7 +88,7 @@ def mycli(environment: dict[str, str]) -> Mycli:
 
 @pytest.fixture
 def mycli_process(environment: dict[str, str]) -> Mycli:
-    """Run `mycli` as a child process, for tests that need one. It takes two seconds with torch."""
+    """Run `mycli` as a child process, for tests that need one: a fork that has torch."""
     return _bound(run_process, environment)
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 from mycli.cli import command
 from mycli.cli.main import main
+from tests.support.forked import ForkedProcess
 from tests.support.paths import ROOT
 
 Completed = subprocess.CompletedProcess[str]
@@ -39,16 +40,21 @@ COMMAND = [str(Path(sysconfig.get_path("scripts")) / "mycli")] if INSTALLED else
 
 def run_process(arguments: tuple[str, ...], environment: Mapping[str, str], input: str | None = None) -> Completed:
     """Run `mycli` with `arguments` in a separate process; standard input is empty if `input` is None."""
-    return subprocess.run(
+    with ForkedProcess(
         [*COMMAND, *arguments],
         cwd=tempfile.gettempdir(),
-        input=input,
-        stdin=subprocess.DEVNULL if input is None else None,
+        stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=SECONDS,
-    )
+    ) as process:
+        try:
+            out, err = process.communicate(input, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return Completed(arguments, process.returncode, out, err)
 
 
 def run_here(arguments: tuple[str, ...], environment: Mapping[str, str], input: str | bytes | None = None) -> Completed:
