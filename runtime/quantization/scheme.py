@@ -18,8 +18,8 @@ NF4_LAYOUT = "bitsandbytes"
 # The kind of codes: signed integers, or a table: 8-bit floats, E2M1 (the FP4 of OCP's MX and of NVIDIA), QLoRA's NF4,
 # bitsandbytes' FP4, or one of `INTEGER_TABLES`.
 Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
-# The integers of which ggml's codebook types consist, in ascending order. In tables that are symmetric, the complement of
-# a code has the negative value. Those of three bits have six integers; the first and the last are there twice.
+# The integers of which ggml's codebook types consist, in ascending order. In symmetric tables the complement of a code
+# has the negative value. Those of three bits have six integers; the first and the last are there twice.
 INTEGER_TABLES: Mapping[Codes, tuple[int, ...]] = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "iq3_xxs": (-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62),

@@ -8,8 +8,8 @@ from torch import Tensor
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import INTEGER_TABLES, SCALE_UNITS, SUPER_BLOCK
 
-# A scale is code * factor, with codebooks times a power of two. An offset is code * factor + 2^(bits-1) * scale, because levels count from zero there and
-# codes from half their range. Both are exact except for one rounding to fp32.
+# A scale is code * factor, of codebooks times a power of 2. An offset is code * factor + 2^(bits-1) * scale, because
+# levels count from zero there and codes from half their range. Both are exact except for one rounding to fp32.
 _GROUPS = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16}  # bits -> group size of K-quants
 _TABLE_GROUPS = (16, 32)
 _MAX_SCALE_CODE = 63  # with offsets; integer products rely on it

@@ -49,7 +49,11 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
     scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
     weight = PackedWeight(words.to(torch.int32), scales, packing, inputs)
-    return CpuMatmul(library, weight) if packing.codes in ("int", "e2m1", *INTEGER_TABLES) else TableMatmul(library, weight)
+    return (
+        CpuMatmul(library, weight)
+        if packing.codes in ("int", "e2m1", *INTEGER_TABLES)
+        else TableMatmul(library, weight)
+    )
 
 
 def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int) -> Product:

@@ -193,7 +193,7 @@ def gather_codes(weights: Sequence[CpuMatmul]) -> None:
 
 
 class CpuKernel:
-    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and tables of integers; in native code."""
+    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and tables of integers, in C++."""
 
     name = "cpu"
 

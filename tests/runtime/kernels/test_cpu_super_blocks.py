@@ -121,7 +121,7 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 def test_a_table_with_super_blocks_has_the_bits_of_its_scales(
     library: Native, codes: Codes, group: int, activations: ActivationBits
 ) -> None:
-    """Whatever the rows and their type; of 4 and 3 bits; with a unit; three row blocks, so that one is multiplied alone."""
+    """Of 4 and 3 bits, the latter with a unit; of three row blocks one is multiplied alone, the others together."""
     weight = super_block_weight(4 if codes == "iq4" else 3, (48, 768), group, offsets=False)
     packing = replace(weight.packing, codes=codes, activations=activations)
     weight = replace(weight, packing=packing, scales=weight.scales * SCALE_UNITS.get(codes, 1.0))
