@@ -5,6 +5,7 @@ llm-compressor orders columns by activation, GPTQModel within groups, and auto-r
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ def auto_round(source: str, windows: Tensor, target: str, bits: int, group: int,
         device_map="cpu",
         enable_torch_compile=False,  # compiling takes longer than a small model
     ).quantize_and_save(target, format="auto_gptq")
+    (config,) = Path(target).rglob("config.json")  # since 0.16 in a folder named after model and widths
+    for file in config.parent.iterdir():
+        file.rename(Path(target, file.name))
 
 
 def main() -> None:
