@@ -20,6 +20,7 @@ from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, Packing
@@ -91,8 +92,9 @@ def measure_shares(
 ) -> list[Share]:
     """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width."""
     config = model.config
-    exact = replace(model.context(windows.shape[1]), attention=PromptAttention())
-    reference, streams = _forward(model, low, windows, progress)
+    context = model.context(windows.shape[1])
+    exact = replace(context, attention=PromptAttention())
+    reference, streams = _forward(model, low, windows, context, progress)
     gradient = _kl_gradient(model, reference, streams[-1])
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
@@ -115,10 +117,10 @@ def measure_shares(
 
 
 def _forward(
-    model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress
+    model: StreamedModel, low: StreamedModel, windows: Tensor, context: PassContext, progress: ReportProgress
 ) -> tuple[Tensor, Tensor]:
     """Return the last stream of `model`, and the stream of `low` before each block and after the last."""
-    layers, context = model.config.layers, model.context(windows.shape[1])
+    layers = model.config.layers
     with torch.no_grad(), reduced_precision(model.placement.device):
         reference = model.embed(windows)
         streams = reference.new_empty(layers + 1, *reference.shape)

@@ -28,7 +28,7 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import INTEGER_TABLES, SCALE_UNITS, ActivationBits, Codes, Packing, parse_packing
-from tests.support.packed_weights import super_block_weight
+from tests.support.packed_weights import code_bits, super_block_weight
 
 ACTIVATION_BITS: tuple[ActivationBits, ...] = (16, 8)
 TYPES = {kind.name: kind for kind in QUANTIZED if kind.super_blocks}
@@ -49,11 +49,8 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
     scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
     weight = PackedWeight(words.to(torch.int32), scales, packing, inputs)
-    return (
-        CpuMatmul(library, weight)
-        if packing.codes in ("int", "e2m1", *INTEGER_TABLES)
-        else TableMatmul(library, weight)
-    )
+    native = packing.codes in ("int", "e2m1", *INTEGER_TABLES)
+    return CpuMatmul(library, weight) if native else TableMatmul(library, weight)
 
 
 def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int) -> Product:
@@ -91,8 +88,7 @@ def main() -> None:
     given = parser.parse_args()
     packing: Packing = given.packing
     if given.codes != "int":
-        values = INTEGER_TABLES.get(given.codes, range(256 if given.codes in ("e4m3", "e5m2") else 16))
-        packing = Packing((len(values) - 1).bit_length(), packing.group_size, codes=given.codes)
+        packing = Packing(code_bits(given.codes), packing.group_size, codes=given.codes)
     outputs, inputs = given.shape
     found = libraries(given.sets, cache_folder())
     weights = [(torch.randn(outputs, inputs) * 0.02).bfloat16() for _ in range(2)]

@@ -3,7 +3,13 @@
 import torch
 
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
-from mycli.runtime.quantization.scheme import SUPER_BLOCK, Packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, SUPER_BLOCK, Codes, Packing
+
+
+def code_bits(codes: Codes) -> int:
+    """Return the bits of the codes of a table."""
+    values = INTEGER_TABLES.get(codes, range(256 if codes in ("e4m3", "e5m2") else 16))
+    return (len(values) - 1).bit_length()
 
 
 def super_block_weight(

@@ -26,6 +26,7 @@ from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, 
 from mycli.runtime.quantization.packed_weight import PackedWeight, as_integers, dequantize, pack
 from mycli.runtime.quantization.scheme import INTEGER_TABLES, ActivationBits, Codes, Packing
 from mycli.runtime.utils.memory import HUGE
+from tests.support.packed_weights import code_bits
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 def packing_of(kind: Kind, group: int | None, offsets: bool = False) -> Packing:
     if isinstance(kind, int):
         return Packing(kind, group, offsets=offsets)
-    return Packing((len(INTEGER_TABLES.get(kind, range(16))) - 1).bit_length(), group, codes=kind)
+    return Packing(code_bits(kind), group, codes=kind)
 
 
 def packed_weight(

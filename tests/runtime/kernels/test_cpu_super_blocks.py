@@ -14,7 +14,7 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, unpack
 from mycli.runtime.quantization.scheme import SCALE_UNITS, SUPER_BLOCK, ActivationBits, Codes
 from mycli.runtime.quantization.super_blocks import scale_codes
-from tests.support.packed_weights import super_block_weight
+from tests.support.packed_weights import code_bits, super_block_weight
 
 KINDS = ((2, 16, True), (3, 16, False), (4, 32, True), (5, 32, True), (6, 16, False))  # of ggml's K-quants
 
@@ -121,8 +121,8 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 def test_a_table_with_super_blocks_has_the_bits_of_its_scales(
     library: Native, codes: Codes, group: int, activations: ActivationBits
 ) -> None:
-    """Of 4 and 3 bits, the latter with a unit; of three row blocks one is multiplied alone, the others together."""
-    weight = super_block_weight(4 if codes == "iq4" else 3, (48, 768), group, offsets=False)
+    """Check tables of 4 and 3 bits against the same weights with fp32 scales, for an odd number of row blocks."""
+    weight = super_block_weight(code_bits(codes), (48, 768), group, offsets=False)
     packing = replace(weight.packing, codes=codes, activations=activations)
     weight = replace(weight, packing=packing, scales=weight.scales * SCALE_UNITS.get(codes, 1.0))
     nested, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))

@@ -13,6 +13,7 @@ from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import INTEGER_TABLES, Codes, Packing
+from tests.support.packed_weights import code_bits
 
 CPU = torch.device("cpu")
 KINDS: dict[str, Codes] = {kind: kind for kind in get_args(Codes) if kind not in ("int", "iq2", "iq1")}  # not of 3 bits
@@ -21,7 +22,7 @@ COLUMNS = 192
 
 def weight(kind: Codes, group: int | None, dtype: torch.dtype = torch.float32, rows: int = 37) -> PackedWeight:
     generator = torch.Generator().manual_seed(group or 0)
-    packing = Packing(8 if kind in ("e4m3", "e5m2") else 4, group, codes=kind)
+    packing = Packing(code_bits(kind), group, codes=kind)
     values = code_table(packing)
     good = torch.arange(len(values))[values.isfinite()].to(torch.uint8)
     codes = good[torch.randint(0, len(good), (rows, COLUMNS), generator=generator)]

@@ -53,7 +53,7 @@ struct Weight {  // mirrored by build.py
     const uint16_t* factors;  // or null; if present, scales and offsets are I8
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
-    int32_t kind;  // of the codes: `bits` of integers, or a table: E2M1 (`scales` are halved), IQ4 ...
+    int32_t kind;  // of the codes: `bits` of integers, or a table (`scales` of E2M1 are halved)
     int32_t activations;  // bits of the integers that bf16 activations become: 16 or 8
     float unit;  // times a factor and an integer, this is a scale
 };
