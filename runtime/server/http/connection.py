@@ -307,6 +307,13 @@ class DrainingServer(uvicorn.Server):
             self._draining_for = 0.0
             self._drain()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.force_exit:
+            # The streams end as if their clients had gone. uvicorn would cancel them, and log an error for each.
+            for peer in list(self.server_state.connections):
+                peer.transport.abort()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         if self._dead_for is not None:
             self.should_exit |= not self._busy() or self._dead_for >= _DEAD_SECONDS
