@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
+from mycli.runtime.sampling.random_numbers import RandomNumbers
+from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
 
 if TYPE_CHECKING:  # few requests ask for logprobs
     from mycli.runtime.engine.beams import BeamGroup
@@ -25,7 +26,7 @@ class RequestState:
 
     sampler: Sampler
     recorder: "LogprobRecorder | None"
-    device_sampling: DeviceSampling | None
+    settings: DeviceSampling | None  # for sampling in a pass, once the reply may end
     returned: int = 0  # logprobs
     scored: int = 1
     hidden: list[Tensor] = field(default_factory=list)  # final hidden states of the prompt, if requested
@@ -54,12 +55,24 @@ class RequestState:
         seed = request.sampling.seed if start is None else start.seed
         numbers = RandomNumbers(seed, 0 if start is None else start.numbers)
         sampler = Sampler(
-            request.sampling, vocab_size, device, constraint=constraint, recorder=recorder, numbers=numbers
+            request.sampling,
+            vocab_size,
+            device,
+            constraint=constraint,
+            recorder=recorder,
+            numbers=numbers,
+            stop_ids=request.stop_ids,
+            min_tokens=request.min_tokens,
         )
         sampler.observe_ids(request.prompt)
         if start is not None:
             sampler.resume(start.tokens, start.shortened)
         return cls(sampler, recorder, None if request.beams else sampler.device_sampling())
+
+    @property
+    def device_sampling(self) -> DeviceSampling | None:
+        """The settings with which a pass may sample the next tokens by itself, None if it may not."""
+        return None if self.sampler.masks_stops else self.settings
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":
         if self.recorder is None:

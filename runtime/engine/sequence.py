@@ -69,7 +69,8 @@ class Request:
     """A prompt and how to continue it.
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
-    are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
+    are not part of it; min_tokens: number of new tokens before which no stop token is sampled, unless a grammar allows
+    nothing else; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
     the tokens of the prompt; deadline: seconds after which the reply is to end, None for any time; a request that has
     not begun by then ends without a reply; hidden_states: return the final hidden states of the last token of the
     prompt, or of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: the user whose
@@ -97,6 +98,7 @@ class Request:
     start: ReplyStart | None = None
     beams: BeamOptions | None = None
     token_types: tuple[int, ...] = ()
+    min_tokens: int = 0
 
     def for_reply(self, index: int) -> "Request":
         """Return the request for reply `index` to the same prompt, with a seed of its own."""

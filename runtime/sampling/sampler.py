@@ -1,9 +1,8 @@
 """Sampling: draws a token from the distribution that the logits processors leave, or takes the most likely one."""
 
 import math
-import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Protocol
@@ -15,9 +14,7 @@ from mycli.runtime.errors import Declined, ModelError, UsageError, UserError
 from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
 from mycli.runtime.sampling.logits_processors import SeenTokens, distribution, process
 from mycli.runtime.sampling.params import SamplingParams
-
-# Random numbers generated per call: next to the pass of a large model the call costs more than the numbers.
-_NUMBERS_PER_CALL = 256
+from mycli.runtime.sampling.random_numbers import RandomNumbers
 
 
 class Constraint(Protocol):
@@ -44,44 +41,6 @@ class Recorder(Protocol):
     """Records log-probabilities of drawn tokens; see `runtime.sampling.logprobs`."""
 
     def record(self, logits: Tensor, tokens: Sequence[int]) -> None: ...
-
-
-class RandomNumbers:
-    """The uniform random numbers of one request, independent of how many are taken at a time."""
-
-    def __init__(self, seed: int | None, taken: int = 0) -> None:
-        """taken: how many numbers to skip, because an earlier part of the reply took them."""
-        self.generator = torch.Generator()
-        # Generator.seed() opens a file, which fails for a server with as many connections as open files are allowed.
-        self.generator.manual_seed(int.from_bytes(os.urandom(7)) if seed is None else seed)
-        self._numbers, self._used = list[float](), 0
-        self.taken = taken  # numbers so far
-        # Generated in whole calls, as `take` generates them, and dropped.
-        for _ in range(taken // _NUMBERS_PER_CALL):
-            self._generate(1)
-            self._used = len(self._numbers)
-        if rest := taken % _NUMBERS_PER_CALL:
-            self._generate(rest)
-            self._used += rest
-
-    def take(self, count: int) -> list[float]:
-        """Return the next `count` numbers in [0, 1 - 2^-50]: a sum times one does not round up to the sum."""
-        numbers = self.peek(count)
-        self._used += count
-        self.taken += count
-        return numbers
-
-    def peek(self, count: int, skip: int = 0) -> list[float]:
-        """Return the `count` numbers after the next `skip`, without taking them."""
-        if self._used + skip + count > len(self._numbers):
-            self._generate(skip + count)
-        return self._numbers[self._used + skip : self._used + skip + count]
-
-    def _generate(self, count: int) -> None:
-        while self._used + count > len(self._numbers):
-            numbers = torch.rand(_NUMBERS_PER_CALL, generator=self.generator, dtype=torch.float64)
-            self._numbers = self._numbers[self._used :] + (numbers * (1 - 2**-50)).tolist()
-            self._used = 0
 
 
 @dataclass(frozen=True)
@@ -126,8 +85,13 @@ class Sampler:
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
         numbers: RandomNumbers | None = None,
+        stop_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """numbers: None for new ones. Raises UsageError for a bias of a token that is not in the vocabulary."""
+        """numbers: None for new ones; stop_ids: tokens that are not drawn before the reply has `min_tokens` tokens.
+
+        Raises UsageError for a bias of a token that is not in the vocabulary.
+        """
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
                 raise UsageError(
@@ -138,11 +102,26 @@ class Sampler:
         self.vocab_size = vocab_size
         self.numbers = numbers or RandomNumbers(sampling.seed)
         self.seen = SeenTokens(sampling, vocab_size, device)
-        self.plain = not self.seen.needed and constraint is None and recorder is None
-        self.plain_greedy = sampling.greedy and not self.seen.needed and not sampling.logit_bias
+        self._plain = not self.seen.needed and constraint is None and recorder is None
+        self._plain_greedy = sampling.greedy and not self.seen.needed and not sampling.logit_bias
         self._constraint = constraint
         self._recorder = recorder
         self._device = device
+        self._stop_ids = [token for token in stop_ids if token < vocab_size]
+        self._missing = min_tokens if self._stop_ids else 0  # tokens to draw before a stop token
+
+    @property
+    def plain(self) -> bool:
+        return self._plain and not self.masks_stops
+
+    @property
+    def plain_greedy(self) -> bool:
+        return self._plain_greedy and not self.masks_stops
+
+    @property
+    def masks_stops(self) -> bool:
+        """Whether the next token must not be a stop token."""
+        return self._missing > 0
 
     def observe(self, tokens: Tensor) -> None:
         self.seen.observe(tokens)
@@ -157,6 +136,7 @@ class Sampler:
                 drawn = torch.tensor([[token]], device=self._device)
                 self.seen.observe(drawn)
                 self.seen.count(drawn)
+        self._missing -= len(tokens)
         if self._constraint is not None:
             self._constraint.resume(tokens, shortened)
 
@@ -183,26 +163,41 @@ class Sampler:
         logits = raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
+        if self.masks_stops:
+            logits = self._without_stops(logits)
+            self._missing -= 1
         largest, token = logits.max(dim=-1, keepdim=True)  # NaN and infinity win every maximum
         # Of one row, the usual case, a number is read and tested faster than a tensor is.
         if not (math.isfinite(largest.item()) if len(largest) == 1 else bool(largest.isfinite().all())):
             raise not_finite()
-        if not self.plain_greedy:
+        if not self._plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
         if self._constraint is not None:
             token = token.new_tensor([[self._constraint.accept(int(token))]])
-        if not self.plain:
+        if not self._plain:
             self.seen.observe(token)
             self.seen.count(token)
             if self._recorder is not None:
                 self._recorder.record(raw, token[:, 0].tolist())
         return token
 
+    def _without_stops(self, logits: Tensor, following: int = 0) -> Tensor:
+        # Rows of successive positions, the last one `following` tokens after those drawn.
+        count = self._missing - following + len(logits) - 1
+        if count <= 0:
+            return logits
+        masked = logits.clone()
+        masked[:count].index_fill_(1, torch.tensor(self._stop_ids, device=logits.device), -math.inf)
+        if self._constraint is None:
+            return masked
+        # A format that is complete and allows nothing more ends the reply nevertheless.
+        return torch.where(masked.amax(dim=-1, keepdim=True) == -math.inf, logits, masked)
+
     def device_sampling(self) -> DeviceSampling | None:
         """Return the settings for sampling in a pass (`runtime.kernels.triton.sample`), or None if none can.
 
-        It cannot with two biases of a token or a grammar, or if logprobs are recorded. Draws use the same random
-        numbers as here.
+        It cannot with two biases of a token or a grammar, or if logprobs are recorded, and it masks no stop tokens.
+        Draws use the same random numbers as here.
         """
         params = self.sampling
         if (
@@ -212,7 +207,7 @@ class Sampler:
         ):
             return None
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        numbers, seen = None if self.plain_greedy else self.numbers, self.seen if self.seen.needed else None
+        numbers, seen = None if self._plain_greedy else self.numbers, self.seen if self.seen.needed else None
         if params.greedy:
             return DeviceSampling(self.vocab_size, 0.0, 0, 1.0, 0.0, *penalties, numbers, seen, params.logit_bias)
         top_k = params.top_k if params.top_k < self.vocab_size else 0
@@ -232,6 +227,7 @@ class Sampler:
 
     def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn from its row of logits [rows or more, vocab or more]."""
+        self._missing -= len(tokens)
         if not self.seen.needed and self._recorder is None:
             return
         rows = torch.tensor([tokens], device=logits.device)
@@ -268,7 +264,7 @@ class Sampler:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         else:
             logits = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
-            logits = process(logits, self.sampling, *self.seen.after(1, following))
+            logits = process(self._without_stops(logits, len(following)), self.sampling, *self.seen.after(1, following))
             # With a seed the draft uses the number that the token at this position will be drawn with.
             number = self.numbers.peek(1, len(following))[0] if self.repeatable else None
             drawn = softmax_draw(logits, self.numbers.take(1)[0] if number is None else number, out)
@@ -286,7 +282,8 @@ class Sampler:
         but the last, and so on.
         """
         counted = self.seen.after(len(logits), following)
-        return distribution(logits[:, : self.vocab_size], self.sampling, *counted)
+        logits = self._without_stops(logits[:, : self.vocab_size], len(following))
+        return distribution(logits, self.sampling, *counted)
 
     def draw(self, weights: Tensor) -> Tensor:
         return tokens_at(weights, self.numbers.take(len(weights)))

@@ -295,8 +295,24 @@ class Service(ServerState):
         if body.stop_token_ids:
             self.check_ids(body.stop_token_ids, "stop_token_ids")
             stop_ids |= frozenset(body.stop_token_ids)
+        least = body.min_tokens or 0
+        most = reply_room(self.context, len(prompt)) if limit is None else limit
+        if least > most:
+            message = f"min_tokens: {least} is more than the reply may have, {most}; lower it or raise max_tokens"
+            raise ApiError(400, message, "invalid_value", param="min_tokens")
         sampling, deadline = self.sampling(body) if beams is None else SamplingParams(), self.deadline(body)
-        return Request(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs, deadline, beams=beams)
+        return Request(
+            tuple(prompt),
+            sampling,
+            limit,
+            stop_ids,
+            grammar,
+            top,
+            prompt_logprobs,
+            deadline,
+            beams=beams,
+            min_tokens=least,
+        )
 
     def deadline(self, body: Sampling) -> float | None:
         """Return the seconds after which a reply is to end, None for any time."""
@@ -307,7 +323,7 @@ def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> No
     # A search takes the most likely tokens: settings that ask for others are refused, those that ask for nothing not.
     neutral: dict[str, tuple[object, ...]] = {"temperature": (None, 0, 1), "top_k": (None, 0, -1)}
     neutral |= dict.fromkeys(("top_p", "repetition_penalty", "repeat_penalty"), (None, 1))
-    neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (None, 0))
+    neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (None, 0))
     neutral |= {"seed": (None, -1), **dict.fromkeys(("logit_bias", "stop"), (None,))}
     for name, values in neutral.items():
         if getattr(body, name) not in values:

@@ -77,26 +77,35 @@ class _Progress:
         return length + (self.stop[length] == character)
 
     def completed_by(self, character: str) -> bool:
-        """Advance by one character of the text; nothing may follow the one that completes the stop string."""
+        """Advance by one character of the text."""
         self.length = self._extended(self.length, character)
         return self.length == len(self.stop)
+
+    def drop(self) -> None:
+        """Treat a complete stop string as text; its end may be the start of another one."""
+        self.length = self._shorter[self.length - 1]
 
 
 class StopMatcher:
     """Finds the stop string completed first; of two completed together, the longer."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
+        """included: the text ends with the stop string, not before it. Raises UsageError."""
         if len(stops) > MAX_STOPS:
             raise UsageError(f"{len(stops)} stop strings", f"at most {MAX_STOPS}")
         for stop in stops:
             if not 0 < len(stop) <= MAX_STOP_LENGTH:
                 raise UsageError(f"a stop string of {len(stop)} characters", f"1 to {MAX_STOP_LENGTH} characters")
         self._stops = [_Progress(stop) for stop in stops]
+        self._included = included
         self._held = ""
         self.matched: str | None = None  # the stop string that was found
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text before any stop string, and whether one was found; after that, no more text."""
+    def feed(self, text: str, ends: bool = True) -> tuple[str, bool]:
+        """Return the text up to any stop string, and whether one was found; after that, no more text.
+
+        ends: a stop string that `text` completes ends the reply; otherwise it is part of the text.
+        """
         if self.matched is not None:
             return "", True
         if not self._stops:
@@ -104,11 +113,13 @@ class StopMatcher:
         before = len(self._held)
         text = self._held + text
         for end in range(before + 1, len(text) + 1):
-            completed = [progress.stop for progress in self._stops if progress.completed_by(text[end - 1])]
-            if completed:
+            completed = [progress for progress in self._stops if progress.completed_by(text[end - 1])]
+            if completed and ends:
                 self._held = ""
-                self.matched = max(completed, key=len)
-                return text[: end - len(self.matched)], True
+                self.matched = max((progress.stop for progress in completed), key=len)
+                return text[: end if self._included else end - len(self.matched)], True
+            for progress in completed:
+                progress.drop()
         # Text that may be the start of a stop string is held back.
         pending = max(progress.length for progress in self._stops)
         self._held = text[len(text) - pending :]

@@ -109,12 +109,15 @@ class ReplyReader:
         tool_format: "ToolFormat | None" = None,
         shown: Sequence[str] = (),
         before: Sequence[int] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
 
         `reasoning`: its marks, None for <think>. `tools` parses calls written in `tool_format`; `shown`: control
-        tokens in these texts are text; `before`: tokens of the text that the reply continues, empty for an answer.
-        Raises UsageError for too many or too long stop strings.
+        tokens in these texts are text; `before`: tokens of the text that the reply continues, empty for an answer;
+        `min_tokens`: stop strings that these first tokens complete are text; `include_stop`: the text ends with the
+        stop string. Raises UsageError for too many or too long stop strings.
         """
         self.index = index
         marks, self._reasoning = list(shown), None
@@ -135,7 +138,8 @@ class ReplyReader:
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
         self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer, before)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, include_stop)
+        self._missing = min_tokens  # tokens to read before a stop string counts
         self._tools = tools
         # Whether there was a reasoning block, whether it had text, and whether there was content: white space around
         # the tags belongs to neither.
@@ -154,7 +158,8 @@ class ReplyReader:
             if output.logprobs:
                 self._undecided.append(output.logprobs[count])
             count += 1
-            text, stopped = self._matcher.feed(self._decoder.feed(token))
+            text, stopped = self._matcher.feed(self._decoder.feed(token), self._missing <= 0)
+            self._missing -= 1
             if stopped:
                 break
             inside = self._reasons
@@ -162,7 +167,7 @@ class ReplyReader:
             reasoning_tokens += inside or self._reasons
             text = ""
         if output.finish_reason is not None and not stopped:
-            text, stopped = self._matcher.feed(self._decoder.flush())
+            text, stopped = self._matcher.feed(self._decoder.flush(), self._missing < 0)
             text += "" if stopped else self._matcher.flush()
         ended = stopped or output.finish_reason is not None
         if ended:

@@ -89,11 +89,6 @@ _HARMLESS_PARTS = frozenset(
 # Tools of other types are left out and named as a whole.
 _READ_TYPES = (None, "function", "custom", "namespace")
 _UNREAD = object()
-# What may end a reply that ignores end tokens before its limit.
-_EARLIER_ENDS = (
-    *("stop", "stop_token_ids", "deadline", "response_format", "tool_choice", "structured_outputs", "grammar", "regex"),
-    *("ebnf", "json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _MOST_NAMES = 32  # enough for a log line
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -119,17 +114,9 @@ def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
         neutral = UNSUPPORTED_FIELDS.get(name)
         if neutral is None:
             unknown.append(name if _NAME.fullmatch(name) else "unprintable")
-        elif not asks_nothing(value, neutral) and not (name == "min_tokens" and _is_reached(value, body)):
+        elif not asks_nothing(value, neutral):
             raise _refusal(name)
     return unknown[:_MOST_NAMES]
-
-
-def _is_reached(minimum: Any, body: Mapping[str, Any]) -> bool:
-    # Benchmarks send the same number as minimum and maximum, and ignore end tokens: nothing ends the reply earlier.
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    ends = any(body.get(name) for name in _EARLIER_ENDS)
-    whole = isinstance(minimum, int) and isinstance(limit, int)
-    return whole and 0 <= minimum <= limit and body.get("ignore_eos") is True and not ends
 
 
 def unread_parts(body: BaseModel, values: Mapping[str, Any]) -> list[str]:

@@ -209,11 +209,27 @@ class Sampling(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31)  # of vLLM: before any stop token or stop string counts
+    include_stop_str_in_output: bool | None = None  # of vLLM
     deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class PromptTruncation(Strict):
+    """The number of tokens to cut a prompt to, in the fields of vLLM; -1: as many as leave room for the reply."""
+
+    truncate_prompt_tokens: TokenLimit | None = None
+    truncation_side: Literal["left", "right"] | None = None  # left: the last tokens stay
+
+    def cut(self, ids: list[int], room: int) -> list[int]:
+        """Return the tokens of a prompt that stay; `room`: the number of tokens that leaves room for the reply."""
+        if self.truncate_prompt_tokens is None:
+            return ids
+        count = max(room, 1) if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return ids[:count] if self.truncation_side == "right" else ids[-count:]
 
 
 class BeamFields(Strict):
@@ -354,6 +370,11 @@ Content = LongText | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_P
 class ChatPart(ContentPart):
     """Part of a message of chat: text, or the assistant's reasoning, which clients name in several ways."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"type": "text", "text": value} if isinstance(value, str) else value  # as in vLLM
+
     thinking: Content = None  # of Mistral, a list, and of Anthropic
     reasoning: LongText | None = None  # of LangChain
     summary: Content = None  # of OpenAI's responses
@@ -371,30 +392,3 @@ class ChatMessage(Strict):
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning: LongText | None = None
     reasoning_content: LongText | None = None
-
-
-class TokenizeRequest(ForModel):
-    """The body of POST /tokenize: a text, or a conversation to render with the chat template."""
-
-    prompt: LongText | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
-    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
-    # llama.cpp's name of the text, with defaults of its own
-    content: LongText | None = None
-    add_special: bool = False
-    parse_special: bool = True
-
-    @model_validator(mode="after")
-    def _prompt_or_messages(self) -> "TokenizeRequest":
-        if [self.prompt, self.messages, self.content].count(None) != 2:
-            raise ValueError("give either prompt or messages")
-        return self
-
-
-class DetokenizeRequest(ForModel):
-    """The body of POST /detokenize."""
-
-    tokens: list[TokenId] = Field(max_length=MAX_IDS)

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: OpenAI's chat."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -21,6 +21,7 @@ from mycli.runtime.server.requests.schemas import (
     FunctionSpec,
     NamedTool,
     No,
+    PromptTruncation,
     ReasoningOptions,
     Sampling,
     StreamFigures,
@@ -52,7 +53,7 @@ class ChatReasoning(ReasoningOptions):
     exclude: bool | None = None
 
 
-class ChatRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, ThinkingBudget):
+class ChatRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, ThinkingBudget, PromptTruncation):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
@@ -78,6 +79,7 @@ class ChatRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, Th
     add_generation_prompt: bool | None = None  # of vLLM; off only together with continue_final_message
     add_special_tokens: No | None = None  # of vLLM: the template writes them
     echo: No | None = None
+    return_token_ids: bool | None = None  # of vLLM and SGLang
 
     @property
     def shows_reasoning(self) -> bool:
@@ -140,6 +142,7 @@ def completion_spec(body: ChatRequest) -> ChatSpec:
         count=body.n or 1,
         limit=None if limit == -1 else limit,
         beams=body.beams(body.n or 1),
+        truncation=body,
         top=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -168,11 +171,13 @@ class ChatRendering(OpenAIRendering):
         self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
         self._as_function = bool(body.functions)  # the older form, with one call
-        self._shows_reasoning = body.shows_reasoning
+        self._shows_reasoning, self._shows_ids = body.shows_reasoning, bool(body.return_token_ids)
+        self._prompt = {"prompt_token_ids": prepared.prompts[0]} if self._shows_ids else {}
 
     def begin(self) -> Iterable[bytes]:
         for index in range(self._prepared.replies):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+            choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            yield self._choice_event({**choice, "finish_reason": None}, self._prompt)
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         self._count(piece)
@@ -186,8 +191,8 @@ class ChatRendering(OpenAIRendering):
             delta["content"] = piece.content
         delta |= self._call_delta(piece)
         logprobs = chat_logprobs(self._tokenizer, piece.logprobs) if piece.logprobs else None
-        if delta or logprobs:
-            yield self._chunk(piece.index, delta, logprobs, None)
+        if delta or logprobs or (self._shows_ids and piece.tokens):
+            yield self._chunk(piece.index, delta, logprobs, None, self._ids_of(piece))
         if piece.end is not None:
             yield self._chunk(piece.index, {}, None, self._reason(piece))
 
@@ -205,8 +210,12 @@ class ChatRendering(OpenAIRendering):
                 message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
             logprobs = chat_logprobs(self._tokenizer, reply.logprobs) if self._logprobs else None
             end = self._reason(reply)
-            choices.append({"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end})
-        return {**self._head, "object": "chat.completion", "choices": choices, **self._summary()}
+            choice = {"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end}
+            choices.append(choice | self._ids_of(reply))
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt, **self._summary()}
+
+    def _ids_of(self, piece: Piece) -> dict[str, Any]:
+        return {"token_ids": piece.tokens} if self._shows_ids else {}
 
     def _reason(self, piece: Piece) -> str:
         end = FINISH.get(piece.end or "stop", piece.end or "stop")
@@ -229,8 +238,15 @@ class ChatRendering(OpenAIRendering):
             deltas.append({"index": call.index, **head, "function": function})
         return {"tool_calls": deltas} if deltas else {}
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, end: str | None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        end: str | None,
+        ids: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end, **(ids or {})}
         return self._choice_event(choice)
 
 

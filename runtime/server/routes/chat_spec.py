@@ -13,7 +13,7 @@ from mycli.runtime.sampling.grammars.lark import CallGrammar, Prelude
 from mycli.runtime.sampling.grammars.references import relocated
 from mycli.runtime.server.http.api_error import ApiError, from_user_error
 from mycli.runtime.server.requests.formats import ResponseFormat
-from mycli.runtime.server.requests.schemas import Sampling
+from mycli.runtime.server.requests.schemas import PromptTruncation, Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import prompt_end
@@ -32,7 +32,7 @@ class ChatSpec:
     limit: tokens, None for the rest of the context; clipped: shorten a limit that the context has no room for; top:
     number of logprobs per token, None for none; place: the field of the conversation; thinking_budget: tokens of
     reasoning, None for any number; continued: the reply continues the last message, which is the assistant's; beams:
-    search instead of sampling.
+    search instead of sampling; truncation: of the prompt.
     """
 
     messages: Sequence[Message]
@@ -55,6 +55,7 @@ class ChatSpec:
     thinking_budget: int | None = None
     continued: bool = False
     beams: BeamOptions | None = None
+    truncation: PromptTruncation = field(default_factory=PromptTruncation)
 
     @property
     def constrained(self) -> bool:
@@ -74,7 +75,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     tools = spec.offered_tools
     _check_tools(spec)
     _check_continued(spec)
-    ids = chat_ids(service, spec)
+    ids = spec.truncation.cut(chat_ids(service, spec), service.context + 1 - (spec.limit or 1))
     limit = spec.limit
     if spec.clipped and limit is not None:
         # A prompt that fits leaves room for at least one token; one that does not is refused below.
@@ -96,6 +97,8 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             tools=ToolParser(tool_format, tools, not spec.parallel, spec.choice == "required") if tools else None,
             tool_format=tool_format if tools or tool_format.recipient else None,
             before=ids if spec.continued and spec.messages[-1].content else (),
+            min_tokens=spec.sampling.min_tokens or 0,
+            include_stop=bool(spec.sampling.include_stop_str_in_output),
         )
         for index in range(spec.count)
     ]

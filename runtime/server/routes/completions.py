@@ -20,6 +20,7 @@ from mycli.runtime.server.requests.schemas import (
     BeamFields,
     ForReply,
     LongText,
+    PromptTruncation,
     Sampling,
     StreamFigures,
     StreamOptions,
@@ -33,7 +34,7 @@ from mycli.runtime.server.streaming import Interface
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints):
+class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, PromptTruncation):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -50,6 +51,7 @@ class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constrain
     n_predict: int | None = Field(None, ge=-1, le=1 << 31)  # of llama.cpp
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True  # of vLLM
+    return_token_ids: bool | None = None  # of vLLM and SGLang
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
@@ -92,7 +94,8 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
     if body.suffix:
         _check_suffix(body)
-    prompts = _prompts(service, body)
+    room = service.context + 1 - (1 if requested == -1 else limit)
+    prompts = [body.cut(prompt, room) for prompt in _prompts(service, body)]
     grammar = service.grammar(output_format(body))
     scored = bool(body.echo) and body.logprobs is not None
     numbers, beams = count(), body.beams(body.n or 1)
@@ -104,7 +107,14 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
         most = None if beams is not None and requested == -1 else fitting
         request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams, bool(body.suffix))
         readers = [
-            ReplyReader(service.loaded.tokenizer, body.stops, next(numbers), before=prompt)
+            ReplyReader(
+                service.loaded.tokenizer,
+                body.stops,
+                next(numbers),
+                before=prompt,
+                min_tokens=body.min_tokens or 0,
+                include_stop=bool(body.include_stop_str_in_output),
+            )
             for _ in range((body.n or 1) * len(list(same)))
         ]
         requests.append((request, readers))
@@ -116,7 +126,7 @@ class TextRendering(OpenAIRendering):
 
     def __init__(self, service: Service, prepared: Prepared, body: CompletionRequest, ids: ReplyIds) -> None:
         self._tokenizer = service.loaded.tokenizer
-        self._echo, self._top = bool(body.echo), body.logprobs
+        self._echo, self._top, self._shows_ids = bool(body.echo), body.logprobs, bool(body.return_token_ids)
         model = body.model or service.name
         head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
         super().__init__(prepared, head, body.stream_options, body)
@@ -130,7 +140,8 @@ class TextRendering(OpenAIRendering):
         self._count(piece)
         empty = {"index": piece.index, "text": "", "logprobs": None, "finish_reason": None}
         yield from self._progress_events(piece, empty)
-        if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
+        ids = self._shows_ids and piece.tokens
+        if piece.content or ids or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield self._choice_event(self._choice(piece))
 
     def keep_alive(self) -> Iterable[bytes]:
@@ -143,10 +154,12 @@ class TextRendering(OpenAIRendering):
         return {**self._head, "choices": choices, **self._summary()}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        index = piece.index
+        index, ids = piece.index, dict[str, Any]()
         text, tokens = piece.content, list[int | TokenLogprob]()
+        prompt = self._prepared.prompts[self._prepared.prompt_of(index)]
+        if self._shows_ids:
+            ids = {"token_ids": piece.tokens, "prompt_token_ids": None if self._started[index] else prompt}
         if self._echo and not self._started[index]:
-            prompt = self._prepared.prompts[self._prepared.prompt_of(index)]
             text = self._tokenizer.decode(prompt) + text
             tokens += prompt[:1]
         self._started[index] = True
@@ -155,7 +168,7 @@ class TextRendering(OpenAIRendering):
             tokens += (*piece.prompt_logprobs, *piece.logprobs)
             logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, self._offsets[index])
         end = None if piece.end is None else FINISH.get(piece.end, piece.end)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end, **ids}
 
 
 TEXT = Interface("completion", "cmpl-", CompletionRequest, _prepare, TextRendering)

@@ -17,7 +17,6 @@ from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from mycli.runtime.server.ollama.show import OllamaShowRequest
-from mycli.runtime.server.requests.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
@@ -28,6 +27,7 @@ from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
 from mycli.runtime.server.routes.score import ScoreRequest
+from mycli.runtime.server.routes.tokenization import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version

@@ -1,15 +1,53 @@
 """POST /tokenize, /detokenize and /apply-template: the exact input of the model."""
 
+from typing import Any
+
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.server.http.encoding import JsonResponse
-from mycli.runtime.server.requests.schemas import DetokenizeRequest, TokenizeRequest
+from mycli.runtime.server.requests.schemas import (
+    MAX_IDS,
+    MAX_TOOLS,
+    ChatMessage,
+    ForModel,
+    LongText,
+    TokenId,
+    ToolSpec,
+)
 from mycli.runtime.server.routes.wire import chat_messages, chat_tools
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import read_request
 
 _PART = 1 << 14  # ids that are written at a time
+
+
+class TokenizeRequest(ForModel):
+    """The body of POST /tokenize: a text, or a conversation to render with the chat template."""
+
+    prompt: LongText | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
+    # llama.cpp's name of the text, with defaults of its own
+    content: LongText | None = None
+    add_special: bool = False
+    parse_special: bool = True
+
+    @model_validator(mode="after")
+    def _prompt_or_messages(self) -> "TokenizeRequest":
+        if [self.prompt, self.messages, self.content].count(None) != 2:
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(ForModel):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId] = Field(max_length=MAX_IDS)
 
 
 def _conversation(service: Service, body: TokenizeRequest) -> list[int]:

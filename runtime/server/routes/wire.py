@@ -209,11 +209,11 @@ class OpenAIRendering:
             }
             yield event({**fields, "prompt_progress": progress})
 
-    def _choice_event(self, choice: dict[str, Any]) -> bytes:
+    def _choice_event(self, choice: dict[str, Any], fields: Mapping[str, Any] | None = None) -> bytes:
         usage = {"usage": self._counts.usage()} if self._usage_so_far else {}
         last = choice["finish_reason"] is not None and not self._unfinished and not self._include_usage
         timings = {"timings": self._all_timings()} if last or (self._timed and self._first) else {}
-        return event({**self._head, "choices": [choice], **usage, **timings})
+        return event({**self._head, "choices": [choice], **(fields or {}), **usage, **timings})
 
     def _summary(self) -> dict[str, Any]:
         return {"usage": self._counts.usage(), "timings": self._all_timings()}

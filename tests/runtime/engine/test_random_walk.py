@@ -1,8 +1,8 @@
 """Test replies under random combinations of features against each reply alone on a plain engine.
 
 A walk draws a cache (kind, block size, few blocks), a proposer, a disk prefix cache, chunk and batch sizes, and
-requests with penalties, biases, grammars, logprobs, stop tokens, several replies, beams or hidden states, which arrive
-and are cancelled at random. Nothing of that may change a reply.
+requests with penalties, biases, grammars, logprobs, stop tokens, a minimum of tokens, several replies, beams or hidden
+states, which arrive and are cancelled at random. Nothing of that may change a reply.
 """
 
 import random
@@ -172,6 +172,7 @@ def requests(chance: random.Random) -> list[tuple[Request, int]]:
             grammar = EveryThird() if kind == "grammar" else None
             logprobs = chance.choice((0, 3)) if kind == "logprobs" else None
             request = replace(request, sampling=sampling(chance), grammar=grammar, logprobs=logprobs)
+            request = replace(request, min_tokens=(0, 5)[len(rest) % 2])
             request, count = replace(request, prompt_logprobs=kind == "scored"), chance.choice((1, 1, 2, 3))
         asked.append((request, count))
     return asked
@@ -276,5 +277,6 @@ def test_no_combination_of_features_changes_a_reply(case: str, seed: int, root: 
                     assert reply.tokens == whole.tokens[: len(reply.tokens)]
                 else:
                     reply.assert_is(whole, request)
+                assert reply.reason != "stop" or len(reply.tokens) >= request.min_tokens
     assert engine.scheduler.pool.used == 0
     engine.close()

@@ -16,7 +16,8 @@ from transformers.generation import logits_process as reference
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler, sample_rows
+from mycli.runtime.sampling.random_numbers import RandomNumbers
+from mycli.runtime.sampling.sampler import DeviceSampling, Sampler, sample_rows
 from tests.support.grids import examples
 
 VOCAB = 50
@@ -298,3 +299,58 @@ def test_a_draft_token_is_accepted_for_numbers_below_its_chance() -> None:
     numbers = torch.tensor(sampler.numbers.peek(4), dtype=torch.float64)
     assert sampler.accept(numbers[:1]) == 0
     assert sampler.accept(numbers[1:].nextafter(torch.ones(3, dtype=torch.float64))) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_stop_tokens_have_no_probability_before_the_minimum(temperature: float) -> None:
+    """The rows of a draft are successive positions: the first `min_tokens` positions have no stop token."""
+    logits = torch.zeros(5, VOCAB)
+    logits[:, 7] = 9.0
+    sampling = SamplingParams(temperature, logit_bias=((8, 5.0),))
+    sampler = Sampler(sampling, VOCAB, logits.device, stop_ids=(7, VOCAB + 1), min_tokens=4)
+    assert sampler.masks_stops and not sampler.plain_greedy
+    assert (sampler.probabilities(logits, [1, 2, 3, 4])[:, 7] > 0).tolist() == [False] * 4 + [True]
+    assert (sampler.probabilities(logits[:2], [1, 2, 3, 4])[:, 7] > 0).tolist() == [False, True]
+    out = torch.empty(1, VOCAB)
+    shares = []
+    for count in (3, 4):
+        sampler.sample_draft(logits[:1], [1] * count, out)
+        shares.append(float(out[0, 7]))
+    assert shares[0] == 0 and shares[1] > 0.9
+    assert int(sampler.sample(logits[:1])) != 7
+    sampler.commit(logits[:2], [1, 2])
+    assert sampler.masks_stops and int(sampler.sample(logits[:1])) != 7
+    assert not sampler.masks_stops and float(sampler.probabilities(logits[:1])[0, 7]) > 0.9
+    resumed = Sampler(sampling, VOCAB, logits.device, stop_ids=(7,), min_tokens=4)
+    resumed.resume([1, 2, 3], shortened=False)
+    assert resumed.masks_stops
+    resumed.resume([1], shortened=False)
+    assert not resumed.masks_stops
+    assert not Sampler(sampling, VOCAB, logits.device, min_tokens=4).masks_stops
+
+
+class Ending:
+    """Allows the tokens 7 and 8, then only 7."""
+
+    may_be_cut = shortened = False
+
+    def __init__(self) -> None:
+        self.allowed = [7, 8]
+
+    def resume(self, tokens: Any, shortened: bool) -> None: ...
+
+    def apply(self, logits: Tensor) -> Tensor:
+        masked = torch.full_like(logits, -math.inf)
+        masked[:, self.allowed] = logits[:, self.allowed]
+        return masked
+
+    def accept(self, token: int) -> int:
+        self.allowed = [7]
+        return token
+
+
+def test_a_format_that_allows_only_the_end_ends_before_the_minimum() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[:, 7] = 9.0
+    sampler = Sampler(SamplingParams(), VOCAB, logits.device, constraint=Ending(), stop_ids=(7,), min_tokens=4)
+    assert [int(sampler.sample(logits)) for _ in range(2)] == [8, 7]

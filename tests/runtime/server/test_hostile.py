@@ -12,11 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
-from mycli.runtime.server.requests.schemas import DetokenizeRequest, Strict, TokenizeRequest
+from mycli.runtime.server.requests.schemas import Strict
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
+from mycli.runtime.server.routes.tokenization import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from tests.runtime.server.conftest import Scripted
 from tests.support.bombs import BOMBS

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -129,6 +130,29 @@ def test_a_stop_token_within_a_pass_ends_there(place: int) -> None:
         assert tokens == expected[: expected.index(expected[place])]
         found.append(timing.generated)
     assert cached_prefixes(ours) == cached_prefixes(plain) and found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_no_reply_ends_before_its_minimum(kind: str, temperature: float) -> None:
+    """Each reply is the one of its request alone, with drafts, among others, preempted and after prefix hits."""
+    early = 0
+    for seed in range(6):
+        target = target_model(seed)
+        engine = speculating(
+            target, proposers(target, seed)[kind], FixedDraftLength(3), CacheShape(32, 12, 4), running=6
+        )
+        sampling, stops = SamplingParams(temperature, seed=seed), frozenset({1, 4, 5, VOCAB - 1})
+        asked = [
+            Request((*PROMPT, place % VOCAB), sampling, limit=12, stop_ids=stops, min_tokens=place)
+            for place in range(9)
+        ]
+        alone = plainly(target, CacheShape.contiguous(32))
+        expected = [generate(alone, request)[0] for request in asked]
+        assert together(engine, asked) == together(engine, asked) == expected
+        assert all(len(tokens) >= request.min_tokens for tokens, request in zip(expected, asked, strict=True))
+        early += sum(len(generate(alone, replace(request, min_tokens=0))[0]) < request.min_tokens for request in asked)
+    assert early > 10, "without a minimum many would end earlier"
 
 
 def test_a_right_draft_saves_passes_and_the_record_says_so() -> None:

@@ -110,6 +110,20 @@ def test_stops_do_not_depend_on_the_cuts(stops: list[str], text: str, cuts: list
     assert cut_anywhere(stops, text, cuts) == first_completed(stops, text)
 
 
+@given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=4), letters, st.integers(0, 12), st.booleans())
+def test_a_stop_string_that_ends_too_early_is_text(stops: list[str], text: str, least: int, included: bool) -> None:
+    matcher, shown, stopped = StopMatcher(stops, included), "", False
+    for place, character in enumerate(text):
+        part, stopped = matcher.feed(character, place >= least)
+        shown += part
+    ends = [end for end in range(least + 1, len(text) + 1) if text[:end].endswith(tuple(stops))] if stops else []
+    expected = text
+    if ends:
+        longest = max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+        expected = text[: ends[0] - (0 if included else longest)]
+    assert (shown + matcher.flush(), stopped) == (expected, bool(ends))
+
+
 def test_stop_across_tokens_is_held_back() -> None:  # C20
     matcher = StopMatcher(["\nUser:"])
     assert [matcher.feed(part) for part in ("hi\nU", "se", "r: x")] == [("hi", False), ("", False), ("", True)]
