@@ -61,10 +61,12 @@ class Piece:
 class _MarkedPieces:
     """Token bytes that include the control tokens a parser needs to see; a tokenizer hides them all."""
 
-    def __init__(self, tokenizer: Tokenizer, marks: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: Sequence[str], every: bool) -> None:
         self._tokenizer = tokenizer
         names = ((index, tokenizer.vocabulary[index] or "") for index in tokenizer.control_ids)
-        self._shown = {index: name.encode() for index, name in names if name and any(name in mark for mark in marks)}
+        self._shown = {
+            index: name.encode() for index, name in names if name and (every or any(name in mark for mark in marks))
+        }
 
     @property
     def strip_spaces(self) -> int:
@@ -111,13 +113,15 @@ class ReplyReader:
         before: Sequence[int] = (),
         min_tokens: int = 0,
         include_stop: bool = False,
+        show_control: bool = False,
     ) -> None:
         """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
 
         `reasoning`: its marks, None for <think>. `tools` parses calls written in `tool_format`; `shown`: control
         tokens in these texts are text; `before`: tokens of the text that the reply continues, empty for an answer;
         `min_tokens`: stop strings that these first tokens complete are text; `include_stop`: the text ends with the
-        stop string. Raises UsageError for too many or too long stop strings.
+        stop string; `show_control`: control tokens that no parser reads are text. Raises UsageError for too many or too
+        long stop strings.
         """
         self.index = index
         marks, self._reasoning = list(shown), None
@@ -137,7 +141,8 @@ class ReplyReader:
             marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
-        self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer, before)
+        pieces = _MarkedPieces(tokenizer, marks, show_control) if marks or show_control else tokenizer
+        self._decoder = StreamDecoder(pieces, before)
         self._matcher = StopMatcher(stops, include_stop)
         self._missing = min_tokens  # tokens to read before a stop string counts
         self._tools = tools

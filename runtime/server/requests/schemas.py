@@ -211,6 +211,7 @@ class Sampling(Strict):
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, le=1 << 31)  # of vLLM: before any stop token or stop string counts
     include_stop_str_in_output: bool | None = None  # of vLLM
+    skip_special_tokens: bool | None = None  # of vLLM and SGLang
     deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
     @property

@@ -99,6 +99,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
             before=ids if spec.continued and spec.messages[-1].content else (),
             min_tokens=spec.sampling.min_tokens or 0,
             include_stop=bool(spec.sampling.include_stop_str_in_output),
+            show_control=spec.sampling.skip_special_tokens is False,
         )
         for index in range(spec.count)
     ]

@@ -114,6 +114,7 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
                 before=prompt,
                 min_tokens=body.min_tokens or 0,
                 include_stop=bool(body.include_stop_str_in_output),
+                show_control=body.skip_special_tokens is False,
             )
             for _ in range((body.n or 1) * len(list(same)))
         ]

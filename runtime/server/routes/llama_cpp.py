@@ -140,6 +140,7 @@ def prepare_replies(
             before=prompt,
             min_tokens=body.min_tokens or 0,
             include_stop=bool(body.include_stop_str_in_output),
+            show_control=body.skip_special_tokens is False,
         )
         limited = LineReader(reader, body.n_indent or 0, seconds) if body.n_indent or seconds is not None else reader
         requests.append((request, [limited]))

@@ -92,6 +92,20 @@ def test_a_stop_string_is_part_of_the_text_on_request(scripted: Scripted, stream
 
 
 @STREAMS
+def test_control_tokens_are_text_on_request(scripted: Scripted, reasoning: Any, stream: bool) -> None:
+    with scripted("<think>\na\n</think>\n\none<|im_start|> two", model=reasoning) as served:
+        for skipped, text in ((False, "one<|im_start|> two"), (True, "one two"), (None, "one two")):
+            answer = served.chat(skip_special_tokens=skipped, stream=stream)
+            assert joined(answer)[:2] == (text, "a\n")
+        shown = served.chat(skip_special_tokens=False, stop=["<|im_start|>"], stream=stream)
+        assert joined(shown)[::3] == ("one", "stop")
+    with scripted("one<|im_start|> two") as served:
+        body = {"prompt": "Go", "max_tokens": 99, "skip_special_tokens": False}
+        assert served.ask("POST", TEXT, body).json["choices"][0]["text"] == "one<|im_start|> two"
+        assert served.ask("POST", "/completion", body).json["content"] == "one<|im_start|> two"
+
+
+@STREAMS
 def test_token_ids_of_a_chat(served: Served, stream: bool) -> None:
     answer = served.chat(n=2, seed=1, temperature=1, return_token_ids=True, stream=stream, max_tokens=20)
     events = answer.events if stream else [answer.json]
