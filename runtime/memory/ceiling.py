@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mycli.runtime.memory.estimate import state_bytes
+from mycli.runtime.memory.estimate import as_on_device, state_bytes
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import head_bytes, linears_bytes, weight_bytes
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -13,7 +13,7 @@ from mycli.runtime.models.part_spec import AttentionSpec
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     # Every block, the head, and the cache of `depth` tokens.
-    plan = replace(plan, expert_slots=None)
+    plan = replace(as_on_device(plan), expert_slots=None)
     cached = 2 * state_bytes(plan.config)  # states are read and written back
     for spec in plan.config.layer_specs:
         if not isinstance(spec.mixer, AttentionSpec | LatentAttentionSpec):

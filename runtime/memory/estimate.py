@@ -197,7 +197,8 @@ class _Fixed:
     graphs: int
 
 
-def _as_on_device(plan: MemoryPlan) -> MemoryPlan:
+def as_on_device(plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan with the packings in which a GPU stores its weights; others are as they are."""
     if not plan.gpu:
         return plan
     packings = dict(plan.packings)
@@ -206,7 +207,7 @@ def _as_on_device(plan: MemoryPlan) -> MemoryPlan:
         stacked = stacked_packing([packings.get(linear.name) for linear in linears]) if linears else None
         if stacked is not None:
             packings |= {linear.name: stacked for linear in linears}
-    draft = None if plan.draft is None else _as_on_device(replace(plan.draft, gpu=True))
+    draft = None if plan.draft is None else as_on_device(replace(plan.draft, gpu=True))
     return replace(plan, packings={name: _on_gpu(packing) for name, packing in packings.items()}, draft=draft)
 
 
@@ -244,7 +245,7 @@ def _whole(plan: MemoryPlan, fixed: _Fixed) -> Estimate:
 
 def estimate(plan: MemoryPlan) -> Estimate:
     # A draft model has the same context and shares the workspace, which is sized by the larger model.
-    plan = _as_on_device(plan)
+    plan = as_on_device(plan)
     return _whole(plan, _fixed(plan))
 
 
@@ -253,7 +254,7 @@ def longest_context(plan: MemoryPlan, free: int, started: bool = False) -> int:
 
     `started`: torch is loaded, so `free` no longer includes what the process itself takes.
     """
-    plan = _as_on_device(plan)
+    plan = as_on_device(plan)
     fixed = _fixed(plan)
 
     def fits(context: int) -> bool:

@@ -243,6 +243,8 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
     six, eight = (plan("Llama-3.1-8B", Packing(bits, 32, offsets=True)) for bits in (6, 8))
     assert estimate(six).weights < estimate(eight).weights
     assert estimate(replace(six, gpu=True)).weights == estimate(replace(eight, gpu=True)).weights
+    steps = [bytes_per_step(replace(each, gpu=True), 0) for each in (six, eight)]
+    assert steps[0] == steps[1] > bytes_per_step(six, 0), "a decoding step reads them too"
     odd = plan("Llama-3.1-8B", Packing(6, 8), gpu=True)  # not supported by its kernels
     assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
     drafts = [estimate(replace(six, gpu=True, draft=draft)).draft for draft in (six, eight)]
