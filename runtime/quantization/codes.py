@@ -41,7 +41,8 @@ def code_table(packing: Packing) -> Tensor:
     if packing.codes == "nf4":
         return torch.tensor(_NF4)
     if packing.codes in INTEGER_TABLES:
-        return torch.tensor(INTEGER_TABLES[packing.codes], dtype=torch.float32)
+        values = torch.tensor(INTEGER_TABLES[packing.codes], dtype=torch.float32)
+        return values.repeat((1 << packing.bits) // len(values))  # a GPU's codes of 4 bits may be of a table of 8
     positive = torch.tensor(_E2M1 if packing.codes == "e2m1" else _FP4)
     return torch.cat([positive, -positive])
 

@@ -122,12 +122,14 @@ def as_integers(weight: PackedWeight) -> PackedWeight:
 
 
 def widen(weight: PackedWeight, packing: Packing) -> PackedWeight:
-    """Return the same weight in `packing`: of at least its bits, of groups that divide its groups."""
-    weight = as_integers(weight)
+    """Return the same weight in `packing`: its table or integers, at least its bits, groups that divide its groups."""
+    if packing.codes == "int":
+        weight = as_integers(weight)
     source, packed, scales, offsets = weight.packing, weight.packed, weight.scales, weight.offsets
     if packing.bits != source.bits:
         codes = unpack(packed, source.bits, weight.in_features)
-        packed = pack(codes + ((1 << packing.bits - 1) - (1 << source.bits - 1)), packing.bits)
+        moved = (1 << packing.bits - 1) - (1 << source.bits - 1) if packing.codes == "int" else 0
+        packed = pack(codes + moved, packing.bits)
     if packing.group_size is not None and source.group_size != packing.group_size:
         times = (source.group_size or weight.in_features) // packing.group_size
         scales = scales.repeat_interleave(times, dim=1)

@@ -63,15 +63,15 @@ class Packing:
 
     def on_gpu(self) -> "Packing | None":
         """Return the packing in which GPU kernels store the same weights, or None if they do not support it."""
-        # Codes of 5 to 7 bits and of tables of integers take a byte, large groups are split, and scales of super-blocks
-        # are expanded. A group that is not a multiple of 16 would end inside a step of the kernels.
+        # Codes of 5 to 7 bits take a byte and those of tables of 8 integers half a byte, large groups are split, and
+        # scales of super-blocks are expanded. A group that is not a multiple of 16 would end inside a step of the
+        # kernels.
         group = self.group_size
         fitting = [size for size in sorted((16, *GROUP_SIZES), reverse=True) if group and group % size == 0]
         if group is not None and not fitting:
             return None
-        packing = self.as_integers()
-        bits = packing.bits if packing.bits in BITS else 8
-        return replace(packing, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
+        bits = 4 if self.codes in INTEGER_TABLES else self.bits if self.bits in BITS else 8
+        return replace(self, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
 
     def groups(self, in_features: int) -> int:
         """Return the scales per output row. Raises ModelError if the group size does not divide `in_features`."""

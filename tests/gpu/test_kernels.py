@@ -25,7 +25,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.columns import SHAPES, agree, problem
-from tests.support.decode_models import CAPACITY, CASES, MIXED, WIDE, Case, models
+from tests.support.decode_models import CAPACITY, CASES, MIXED, TABLES, WIDE, Case, models
 from tests.support.graphs import UncomparedPass
 
 pytestmark = [
@@ -45,7 +45,7 @@ def test_packed_products(bits: int, rows: int) -> None:
         assert small_product(device, Packing(bits, group), chip_of(device), rows) < 5e-3, group
 
 
-@pytest.mark.parametrize("case", [*CASES, *WIDE, *MIXED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WIDE, *TABLES, *MIXED], ids=str)
 def test_the_fused_pass_is_the_plain_models(case: Case) -> None:
     assert difference(models(case, "cuda")[1], fused(case)) is None
 
@@ -59,7 +59,7 @@ def fused(case: Case) -> Step:
     return step
 
 
-@pytest.mark.parametrize("case", [*CASES, *WIDE, *MIXED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WIDE, *TABLES, *MIXED], ids=str)
 def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
     """A graph replay gives the same bits as launches, with tokens and lengths that change."""
     _, plain = models(case, "cuda")

@@ -93,7 +93,7 @@ def multiply_builds(capability: int) -> Iterator[Build]:
                 yield _multiply(capability, packing, shape)
 
 
-FOREIGN = (  # layouts of other programs: zero points, 8-bit floats, MXFP4, NF4 and FP4, groups of 16
+FOREIGN = (  # layouts of other programs: zero points, 8-bit floats, MXFP4, NF4 and FP4, groups of 16, ggml's codebooks
     Packing(4, 128, offsets=True),
     Packing(4, 32, offsets=True),
     Packing(8, None, codes="e4m3"),
@@ -106,6 +106,9 @@ FOREIGN = (  # layouts of other programs: zero points, 8-bit floats, MXFP4, NF4 
     Packing(4, 16, offsets=True),
     Packing(8, 16, offsets=True),
     Packing(4, 16, codes="e2m1"),
+    Packing(4, 32, codes="iq4"),
+    Packing(4, 32, codes="iq3_s"),
+    Packing(4, 16, codes="iq2"),
 )
 
 

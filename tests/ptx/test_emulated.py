@@ -19,7 +19,7 @@ from tests.runtime.engine.passes import test_fused  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_prompt_attention import Prompts, cuts  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
-from tests.support.decode_models import CASES, FAMILIES, MIXED, PADDED, PUBLISHED_SIZES, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CASES, FAMILIES, MIXED, PADDED, PUBLISHED_SIZES, TABLES, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
 LONG = 1088, 700  # a cache whose keys are split into several parts, and the number of parts
@@ -95,7 +95,10 @@ def test_bits_of_a_row_depend_on_no_cut_and_no_neighbour(window: int | None, int
 
 def cases() -> list[object]:
     every = [
-        (capability, case, size) for capability in CAPABILITIES for case in (*CASES, *WIDE) for size in (None, LONG)
+        (capability, case, size)
+        for capability in CAPABILITIES
+        for case in (*CASES, *WIDE, *TABLES)
+        for size in (None, LONG)
     ]
     every += [
         (capability, case, None) for capability in CAPABILITIES for case in (*MIXED, *PADDED)

@@ -69,7 +69,7 @@ def test_many_rows_stay_in_theirs(name: str) -> None:
 
 def unpacking(packing: Packing) -> float:
     """Return the instructions per weight that convert its code to fp16: those of the inline PTX, by its weights."""
-    four = {"int": ASM4, "e2m1": tables.ASM_E2M1, "nf4": tables._lookup("nf4"), "fp4": tables._lookup("fp4")}
+    four = tables._ASM4.value | {"int": ASM4, "iq3_s": ASM4}
     eight = {"int": ASM8, "e4m3": tables.ASM_E4M3, "e5m2": tables.ASM_E5M2}
     text = (four if packing.bits == 4 else eight)[packing.codes]
     once = ("{", "}", ".reg", "mov.")  # declarations, or constants that a compiler hoists

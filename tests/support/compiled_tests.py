@@ -12,6 +12,9 @@ from tests.runtime.kernels.test_triton_experts import (
     test_routes,
     test_weighted_sums,
 )
+from tests.runtime.kernels.test_triton_integer_tables import (
+    test_tables_of_integers_are_multiplied_as_int8_is_from_half_the_codes,
+)
 from tests.runtime.kernels.test_triton_latent import test_latent_attention
 from tests.runtime.kernels.test_triton_linear import (
     test_bf16_of_any_magnitude,
@@ -65,6 +68,7 @@ __all__ = [
     "test_routes",
     "test_scans",
     "test_scores_of_a_router",
+    "test_tables_of_integers_are_multiplied_as_int8_is_from_half_the_codes",
     "test_the_likeliest_is_torchs_lowest_among_equals",
     "test_weighted_sums",
     "test_what_experts_make_is_added",

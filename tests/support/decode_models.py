@@ -17,8 +17,9 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import ExpertNames, MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.multimodal import SEPARATE_GATE
+from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.prefix_model import CONFIG as TINY
 from tests.support.published import PUBLISHED
@@ -77,6 +78,7 @@ class Case:
     padding: int = 0  # rows of padding after the new tokens of each sequence
     dense: str = ""  # linears with this in their name have 16 bits
     eight: str = ""  # linears with this in their name have 8 bits
+    codes: Codes = "int"  # a table of `bits` bits
 
     def __str__(self) -> str:
         options = self.family or "-".join(f"{key}{value}" for key, value in self.changes.items())
@@ -87,13 +89,15 @@ class Case:
         flags += f"-padded{self.padding}" * (self.padding > 0) + f"-dense-{self.dense}" * bool(self.dense)
         flags += f"-eight-{self.eight}" * bool(self.eight)
         group = "" if self.group == 32 else f"-g{self.group}"
-        return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
+        kind = f"int{self.bits}" if self.codes == "int" else self.codes
+        return f"{kind}{group}-{self.sequences}x{self.new}{flags}-{options}"
 
 
-def packed(rows: int, columns: int, bits: int, group: int, generator: torch.Generator) -> PackedWeight:
-    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
-    scales = torch.rand(rows, columns // group, generator=generator) * columns**-0.5 * 2 ** (3 - bits) + 1e-3
-    return PackedWeight(pack(codes, bits), scales.half(), Packing(bits, group), columns)
+def packed(rows: int, columns: int, packing: Packing, generator: torch.Generator) -> PackedWeight:
+    codes = torch.randint(0, 1 << packing.bits, (rows, columns), generator=generator).to(torch.uint8)
+    largest = float(code_table(packing).abs().max())
+    scales = torch.rand(rows, packing.groups(columns), generator=generator) * columns**-0.5 * 4 / largest + 1e-3
+    return PackedWeight(pack(codes, packing.bits), scales.half(), packing, columns)
 
 
 def config_of(case: Case) -> ModelConfig:
@@ -121,7 +125,8 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             ours.weight = theirs.weight = (gain if ours.spec.fp32_gain else gain.half()).to(device)
         elif isinstance(ours, Linear) and isinstance(theirs, Linear):
             bits = 8 if case.eight and case.eight in ours.specs[0].name else case.bits
-            weight = packed(ours.out_features, ours.in_features, bits, case.group, drawing)
+            packing = Packing(bits, case.group, codes=case.codes)
+            weight = packed(ours.out_features, ours.in_features, packing, drawing)
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
             theirs.replace(dequantize(weight))
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
@@ -156,6 +161,11 @@ WIDE = [
     Case(SEVEN, bias=True, int8=True, new=20),
     Case({"layers": 1}, group=16, packed_head=True, new=12),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
+]
+# Codes of GGUF's IQ4_NL and IQ2_XS.
+TABLES = [
+    Case({"layers": 1}, codes="iq4", packed_head=True, new=2),
+    Case({"layers": 1}, codes="iq2", bits=3, group=16, sequences=9),
 ]
 # One layer as large as in Llama-3.1-8B and in Qwen3-30B-A3B.
 _QWEN_30B = {"layers": 1, "hidden_size": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "qk_norm": True}

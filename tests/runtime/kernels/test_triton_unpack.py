@@ -6,8 +6,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mycli.runtime.kernels.triton.product.weight_layout import Layout, layout_of
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.kernels.triton.product.weight_layout import TABLE_UNIT, Layout, layout_of
+from mycli.runtime.quantization.codes import code_table
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, Codes, Packing
 
 pytest.importorskip("triton")
 
@@ -19,7 +20,7 @@ TEXT = {8: triton_unpack.ASM8, 4: triton_unpack.ASM4, 3: triton_unpack.ASM3, 2: 
 
 
 def run(text: str, inputs: list[int], outputs: int) -> list[int]:
-    """Execute shr.u32, lop3.b32 and prmt.b32 on 32-bit registers; inputs are numbered after outputs."""
+    """Execute moves, shifts, logic and permutations of 32-bit registers; inputs are numbered after outputs."""
     registers = {f"${outputs + place}": value for place, value in enumerate(inputs)}
 
     def value(name: str) -> int:
@@ -27,8 +28,14 @@ def run(text: str, inputs: list[int], outputs: int) -> list[int]:
 
     for operation, operands in re.findall(r"^(\w+)\.[bu]32 ([^;]*);", text, flags=re.M):
         target, *names = (name.strip() for name in operands.split(","))
-        a, b, c = (value(name) for name in names[:3]) if len(names) > 2 else (*(value(n) for n in names), 0)
-        if operation == "shr":
+        a, b, c, *_ = (*(value(name) for name in names), 0, 0)
+        if operation == "mov":
+            result = a
+        elif operation == "and":
+            result = a & b
+        elif operation == "shl":
+            result = a << b & 0xFFFFFFFF
+        elif operation == "shr":
             result = a >> b
         elif operation == "lop3":
             table = value(names[3])
@@ -36,7 +43,10 @@ def run(text: str, inputs: list[int], outputs: int) -> list[int]:
         else:
             assert operation == "prmt"
             both = b << 32 | a
-            result = sum((both >> 8 * (c >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+            chosen = [both >> 8 * (c >> 4 * i & 7) & 0xFF for i in range(4)]
+            # Bit 3 of a selector repeats the sign of the byte (PTX ISA, prmt).
+            chosen = [255 * (byte >> 7) if c >> 4 * i & 8 else byte for i, byte in enumerate(chosen)]
+            result = sum(byte << 8 * i for i, byte in enumerate(chosen))
         registers[target] = result
     return [registers[f"${place}"] for place in range(outputs)]
 
@@ -69,9 +79,26 @@ def test_assembly_finds_every_code(bits: int) -> None:
                 assert pair[side] == 1024 + step(bits, row) * code, (row, half, side)
 
 
-TABLES = {name: getattr(tables, f"_ASM_{name}").value for name in ("NF4", "FP4", "E2M1", "E4M3", "E5M2")}
+@pytest.mark.parametrize("codes", tables._ASM4.value)
+def test_assembly_finds_every_entry_of_a_table(codes: Codes) -> None:
+    """Integers come out as the codes of int8 do, 1024 and 128 more than they are; floats divided by their unit."""
+    packing = Packing(4, 32, codes=codes)
+    values = code_table(packing).double().numpy()
+    expected = values + 1024 + 128 if codes in INTEGER_TABLES else (values / TABLE_UNIT[codes]).astype(np.float16)
+    layout = layout_of(packing)
+    words = [code * 0x11111111 for code in range(16)]
+    words += [int(word) for word in np.random.default_rng(0).integers(0, 1 << 32, 60)]
+    for word in words:
+        for place, result in enumerate(run(tables._ASM4.value[codes], [word], 4)):
+            half, row = divmod(place, 2)
+            pair = np.array([result], dtype=np.uint32).view(np.float16)
+            for side in range(2):
+                assert pair[side] == expected[field([word >> 16 * side & 0xFFFF], layout, row, half)], (row, half, side)
+
+
 CLOBBERING = [(str(bits), bits, text, triton_unpack) for bits, text in TEXT.items()]
-CLOBBERING += [(name, 8 if name in ("E4M3", "E5M2") else 4, text, tables) for name, text in TABLES.items()]
+CLOBBERING += [(codes, 4, text, tables) for codes, text in tables._ASM4.value.items()]
+CLOBBERING += [("e4m3", 8, tables.ASM_E4M3, tables), ("e5m2", 8, tables.ASM_E5M2, tables)]
 
 
 @pytest.mark.parametrize(

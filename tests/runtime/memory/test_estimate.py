@@ -26,7 +26,7 @@ from mycli.runtime.memory.workspace import dense_cache_bytes, mask_bytes, pass_v
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeScaling
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.embedding_models import encoder
@@ -249,6 +249,16 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
     assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
     drafts = [estimate(replace(six, gpu=True, draft=draft)).draft for draft in (six, eight)]
     assert drafts[0] == drafts[1], "a draft's too"
+
+
+@pytest.mark.parametrize("codes, bits, group", [("iq4", 4, 32), ("iq3_s", 4, 32), ("iq2", 3, 16)])
+def test_a_gpu_holds_tables_of_integers_in_half_bytes(codes: Codes, bits: int, group: int) -> None:
+    """IQ4_XS takes 5 bits a weight there and IQ2_XS 6, scales of 32 bits among them; as int8 it was 9 and 10."""
+    table = Packing(bits, group, codes=codes, scale_dtype="float32", super_blocks=True)
+    found = plan("Llama-3.1-8B", table, gpu=True)
+    four = plan("Llama-3.1-8B", Packing(4, group, scale_dtype="float32"), gpu=True)
+    assert estimate(found).weights == estimate(four).weights
+    assert bytes_per_step(found, 0) == bytes_per_step(four, 0)
 
 
 @pytest.mark.parametrize("bits, group, offsets", [(6, 16, False), (4, 32, True)], ids=["Q6_K", "Q4_K"])

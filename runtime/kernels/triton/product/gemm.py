@@ -19,11 +19,12 @@ from mycli.runtime.kernels.triton.split_k import run_epilogue
 # `product.weight_layout`, and the activations are its 8 columns, so 1 to 8 rows cost the same. What unpacking leaves
 # in (bias, power of two) is removed once per group:
 #
-#     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
+#     y += s / 2^e * (acc * scale_x - (1024 + 2^e * zero) * sum_x) + offset * sum_x
 #
-# with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Groups of 16 are
-# unpacked two at a time, with an MMA each. Sums over K are fp32 in a fixed order: parts of K are stored apart and
-# added in turn, by a kernel or by the program that runs the `Epilogue` (`triton.split_k`).
+# with acc the fp32 sum of (1024 + 2^e * u) * x, and zero the code of value 0, 2^(bits-1) of integers; tables of floats
+# have no bias (`product.tables`). Groups of 16 are unpacked two at a time, with an MMA each. Sums over K are fp32 in a
+# fixed order: parts of K are stored apart and added in turn, by a kernel or by the program that runs the `Epilogue`
+# (`triton.split_k`).
 
 
 class RmsScale(NamedTuple):
@@ -70,7 +71,7 @@ def _load_weights(
         w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
         w = w.permute(0, 1, 8, 3, 2, 6, 5, 4, 7) if WGMMA else w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
     elif BITS == 4:
-        w = unpack4(a, ASM) if CODES == "int" else table4(a, CODES, ASM)
+        w = unpack4(a, ASM) if CODES == "int" or CODES == "iq3_s" else table4(a, CODES, ASM)
         w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
         if WGMMA:
             w = w.permute(0, 5, 1, 8, 3, 2, 6, 9, 4, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 6, 9, 4, 7)
@@ -155,6 +156,7 @@ def multiply_kernel(
     CHANNEL: tl.constexpr,  # one scale per row
     CODES: tl.constexpr,  # meaning of the codes: `int`, or a table
     UNIT: tl.constexpr,  # value / unpacked number of a table
+    ZERO: tl.constexpr,  # code or byte at which a value is 0, None for floats
     PERMUTED: tl.constexpr,  # columns of x are in MMA order
     ASM: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
@@ -195,7 +197,7 @@ def multiply_kernel(
             starts = tl.multiple_of(starts.reshape(STEPS * BLOCK_M), 32)  # lost in `reshape`
             x_tile = starts[:, None] + tl.arange(0, 32)[None, :]
             x_row = tl.broadcast_to(columns[None, :], (STEPS, BLOCK_M)).reshape(STEPS * BLOCK_M)[:, None]
-    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
+    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT, ZERO)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_padded // TILE_K)
     stop = end
@@ -258,7 +260,7 @@ def multiply_kernel(
             acc = tl.dot(w, xt.trans())
             x_scale, x_sum = tl.split(pair)
             part_sum = acc * x_scale[None, :]
-            if CODES == "int":
+            if ZERO is not None:
                 part_sum -= bias[:, None] * x_sum[None, :]
             if CHANNEL:
                 total += part_sum
@@ -338,6 +340,7 @@ def dequantize_kernel(
     CHANNEL: tl.constexpr,
     CODES: tl.constexpr,
     UNIT: tl.constexpr,
+    ZERO: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Grid (blocks of n, tiles of K, or pairs of 16-column tiles): y = value(u) * s + offset, rounded once."""
@@ -351,7 +354,7 @@ def dequantize_kernel(
     )
     w = w.reshape(BLOCK_N, STEP // 32, 2, 4, 2, 2)  # (step, k half, t, pair of pairs, pair)
     w = w.permute(0, 1, 4, 3, 2, 5) if TILE_K == 16 else w.permute(0, 1, 3, 4, 2, 5)
-    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
+    factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT, ZERO)
     signed = (w.reshape(BLOCK_N, STEP).to(tl.float32) - bias[:, None]) * factor[:, None]
     row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     column = tile * STEP + tl.arange(0, STEP)

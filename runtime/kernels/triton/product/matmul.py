@@ -21,6 +21,7 @@ from mycli.runtime.kernels.triton.product.weight_layout import (
     tile_k,
     to_gpu_packing,
     unpacked_k,
+    zero_code,
 )
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -74,6 +75,7 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
         "CHANNEL": packing.group_size is None,
         "CODES": packing.codes,
         "UNIT": TABLE_UNIT.get(packing.codes, 1.0),
+        "ZERO": zero_code(packing),
         "ASM": ptx,
     }
 

@@ -25,13 +25,15 @@ def row_terms(
     WARPS: tl.constexpr,
     CODES: tl.constexpr,
     UNIT: tl.constexpr,
+    ZERO: tl.constexpr,
 ):
     """Return (factor, bias) to remove from unpacked codes, fp32 [BLOCK_N]."""
-    if CODES == "int":
+    if CODES == "int" or CODES == "iq3_s":
         step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
-        factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
+        factor, bias = UNIT / step, 1024.0 + step * ZERO
     else:
-        factor, bias = tl.full((BLOCK_N,), UNIT, tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+        BIAS: tl.constexpr = 0.0 if ZERO is None else 1024.0 + ZERO
+        factor, bias = tl.full((BLOCK_N,), UNIT, tl.float32), tl.full((BLOCK_N,), BIAS, tl.float32)
     return factor, bias
 
 

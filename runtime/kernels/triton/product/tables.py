@@ -1,4 +1,4 @@
-"""Converts codes of 8-bit floats, E2M1 and 16-entry tables to fp16 in registers, as Triton device code."""
+"""Converts codes of 8-bit floats, E2M1 and tables to fp16 in registers, as Triton device code."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -7,23 +7,45 @@ import torch
 import triton
 import triton.language as tl
 
-from mycli.runtime.kernels.triton.product.weight_layout import TABLE_UNIT
+from mycli.runtime.kernels.triton.product.weight_layout import BYTE_ZERO, TABLE_UNIT
 from mycli.runtime.quantization.codes import code_table
-from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, Codes, Packing
 
 # E4M3, E5M2 and E2M1 are fp16 numbers times a power of two once their bits are in place; that power goes into the
 # group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors are
-# the codes. The entries are the nearest fp16 numbers: exact for 12 * FP4, within 2^-12 for NF4. Fields as in
+# the codes. The entries are the nearest fp16 numbers: exact for 12 * FP4, within 2^-12 for NF4. Integers of at most 127
+# are looked up as bytes, `BYTE_ZERO` more than they are, which become 1024 and the byte as int8 codes do. Fields as in
 # `product.unpack`; each conversion has inline PTX and a twin in plain operations.
 
 
 def entries(codes: Codes) -> tuple[int, ...]:
-    """Return the 16 fp16 entries of a table as signed 16-bit integers; zeros for codes without a table."""
-    if codes not in ("nf4", "fp4"):
-        return (0,) * 16
+    """Return the 16 fp16 entries of a table as signed 16-bit integers; of a table of 8, each twice."""
+    if codes in INTEGER_TABLES:
+        return tuple(0x6400 + BYTE_ZERO + value for value in INTEGER_TABLES[codes]) * (16 // len(INTEGER_TABLES[codes]))
     values = code_table(Packing(4, None, codes=codes)).double() / TABLE_UNIT[codes]
     bits: list[int] = values.half().view(torch.int16).tolist()
     return tuple(bits)
+
+
+def _lookup_bytes(codes: Codes) -> str:
+    """Return PTX of a table of integers, with the operands of `_lookup`."""
+    table, wide = entries(codes), len(INTEGER_TABLES[codes]) > 8
+
+    def four(first: int) -> str:
+        return hex(sum((table[first + i] & 0xFF) << 8 * i for i in range(4)))
+
+    lines = ["{", ".reg .b32 a0, a1, b0, b1, ones, x, s, m, p, q, o;"]
+    lines += [f"mov.b32 {name}, {four(4 * i)};" for i, name in enumerate(("a0", "a1", "b0", "b1")) if wide or i < 2]
+    # Bytes 0 and 2 of the codes come first: the entries of $0 and $1 are then alternate bytes of one word.
+    lines += ["prmt.b32 x, $4, 0, 0x3120;", "and.b32 s, x, 0x77777777;"]
+    # Bit 3 of a code selects the upper half. As a selector of `ones` it is bit 0, and the others do not matter.
+    lines += ["mov.b32 ones, 0xff00ff00;", "shr.u32 m, x, 3;"] if wide else []
+    for out in (0, 2):
+        lines += [f"shr.u32 {name}, {name}, 16;" for name in ("sm" if wide else "s")] if out else []
+        lines += ["prmt.b32 p, a0, a1, s;"]
+        lines += ["prmt.b32 q, b0, b1, s;", "prmt.b32 o, ones, ones, m;", "lop3.b32 p, o, q, p, 0xca;"] if wide else []
+        lines += [f"lop3.b32 ${out}, p, 0x00ff00ff, 0x64006400, 0xea;", f"prmt.b32 ${out + 1}, p, 0x64646464, 0x4341;"]
+    return "\n".join([*lines, "}"])
 
 
 def _lookup(codes: Codes) -> str:
@@ -88,15 +110,25 @@ and.b32 $0, a, 0xff00ff00;
 
 # Triton reads module constants only as constexpr. An input is read after the first output is written: "&" keeps them
 # in different registers.
-_ASM_NF4 = tl.constexpr(_lookup("nf4"))
-_ASM_FP4 = tl.constexpr(_lookup("fp4"))
-_ASM_E2M1 = tl.constexpr(ASM_E2M1)
+_TABLES: tuple[Codes, ...] = ("nf4", "fp4", "iq4", "iq3_xxs", "iq2", "iq1")
+_ASM4 = tl.constexpr(
+    {codes: (_lookup_bytes if codes in INTEGER_TABLES else _lookup)(codes) for codes in _TABLES} | {"e2m1": ASM_E2M1}
+)
 _ASM_E4M3 = tl.constexpr(ASM_E4M3)
 _ASM_E5M2 = tl.constexpr(ASM_E5M2)
-_NF4 = tl.constexpr(entries("nf4"))
-_FP4 = tl.constexpr(entries("fp4"))
+_ENTRIES = tl.constexpr({codes: entries(codes) for codes in _TABLES})
 _OUT8 = tl.constexpr("=&r," * 2 + "r")
 _OUT4 = tl.constexpr("=&r," * 4 + "r")
+
+
+@triton.constexpr_function
+def _assembly(codes):
+    return _ASM4.value[codes]
+
+
+@triton.constexpr_function
+def _entries(codes):
+    return _ENTRIES.value[codes]
 
 
 @triton.jit
@@ -115,14 +147,14 @@ def _small_float(word, SHIFT: tl.constexpr):
 
 @triton.jit
 def table4(word, CODES: tl.constexpr, ASM: tl.constexpr):
-    """Convert int16 [...] to fp16 [..., row, k half]: values of E2M1, NF4 or FP4 divided by TABLE_UNIT."""
+    """Convert int16 [...] to fp16 [..., row, k half]: values divided by TABLE_UNIT; integers as by `unpack8`."""
     if ASM:
-        TEXT: tl.constexpr = _ASM_E2M1 if CODES == "e2m1" else (_ASM_NF4 if CODES == "nf4" else _ASM_FP4)
+        TEXT: tl.constexpr = _assembly(CODES)
         r0, r1, h0, h1 = tl.inline_asm_elementwise(TEXT, _OUT4, [word], dtype=(tl.float16,) * 4, is_pure=True, pack=2)
     elif CODES == "e2m1":
         r0, r1, h0, h1 = _small_float(word, 0), _small_float(word, 4), _small_float(word, 8), _small_float(word, 12)
     else:
-        TABLE: tl.constexpr = _NF4 if CODES == "nf4" else _FP4
+        TABLE: tl.constexpr = _entries(CODES)
         r0, r1 = _entry(word & 15, TABLE), _entry((word >> 4) & 15, TABLE)
         h0, h1 = _entry((word >> 8) & 15, TABLE), _entry((word >> 12) & 15, TABLE)
     return tl.join(tl.join(r0, r1), tl.join(h0, h1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack, widen
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, Packing
 
 # The weight is the 16-row operand of `mma.m16n8k16`. A chunk is `chunk_n` rows by `chunk_k` columns, stored as `words`
 # runs of 32 lanes * 16 bytes. Within a chunk
@@ -20,7 +20,9 @@ from mycli.runtime.quantization.scheme import Packing
 # the row only, and the kernel folds it into the row's scale.
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of scales that kernels read
-TABLE_UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12}  # a value / its unpacked number
+# A value / its unpacked number; integers that are looked up have 1.
+TABLE_UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12, "iq3_s": 2.0}
+BYTE_ZERO = 128  # the byte in which a table of integers stores 0
 _ROWS_AT_ONCE = 1024  # bounds the memory of the rearrangement, not its result
 
 
@@ -79,6 +81,15 @@ def layout_of(packing: Packing) -> Layout:
     if packing.group_size not in (16, 32) or wide.chunk_k == 32:
         return wide
     return replace(wide, chunk_k=32, narrow=True)
+
+
+def zero_code(packing: Packing) -> float | None:
+    """Return the code, or the byte that is looked up, at which a value is 0; None for floats, which have no bias."""
+    if packing.codes == "int":
+        return 1 << (packing.bits - 1)
+    if packing.codes == "iq3_s":  # the odd numbers -15, -13, .. 15: codes are unpacked like integers
+        return 7.5
+    return BYTE_ZERO if packing.codes in INTEGER_TABLES else None
 
 
 def tile_k(packing: Packing) -> int:

@@ -31,7 +31,20 @@ pytest.importorskip("triton")
 
 from mycli.runtime.engine.passes.fused import FusedStep  # noqa: E402  (only where Triton is)
 from mycli.runtime.engine.passes.fused_models import decline_config  # noqa: E402  (as above)
-from tests.support.decode_models import CAPACITY, CASES, CONFIG, FAMILIES, MIXED, PADDED, WIDE, Case, config_of, models  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.product.matmul import TritonMatmul  # noqa: E402  (as above)
+from tests.support.decode_models import (
+    CAPACITY,
+    CASES,
+    CONFIG,
+    FAMILIES,
+    MIXED,
+    PADDED,
+    TABLES,
+    WIDE,
+    Case,
+    config_of,
+    models,
+)  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
@@ -130,7 +143,7 @@ def launches_of(case: Case) -> dict[str, int]:
     return dict(+expected)
 
 
-@pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *MIXED, *FAMILIES, *PADDED], QUICK), ids=str)
+@pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *TABLES, *MIXED, *FAMILIES, *PADDED], QUICK), ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
     # A value rounded differently before storing can be off by one code: a step of 1/127, or of 1/8.
@@ -263,6 +276,14 @@ def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None
         assert isinstance(FusedStep.compile(fused), FusedStep)
         spoil(next(fused.layers()).mlp)
         assert reason in str(FusedStep.compile(fused))
+
+
+@pytest.mark.parametrize("case", TABLES, ids=str)
+def test_tables_of_integers_take_the_fused_pass_in_4_bits(case: Case) -> None:
+    fused, _ = models(case)
+    assert isinstance(FusedStep.compile(fused), FusedStep)
+    products = [linear.matmul for linear in linears(fused) if isinstance(linear.matmul, TritonMatmul)]
+    assert {(product.packing.codes, product.bits) for product in products} == {(case.codes, 4)}
 
 
 def test_takes_few_tokens() -> None:
