@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, draft_rows, graph_bytes
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
 from mycli.runtime.memory.weights import (
     embedding_bytes,
@@ -161,12 +162,10 @@ def captured_bytes(plan: MemoryPlan) -> int:
     unread = plan.kv == "int4" and (latent or plan.config.head_dim not in FUSED_INT4_HEADS)
     if not plan.gpu or unread:
         return 0
-    from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, draft_rows, graph_bytes
-
     running, drafted = plan.running or plan.batch, plan.drafts_without_model or plan.draft is not None
     rows = [sequences * new for sequences, new in decode_shapes(running, drafted)]
     values = max(map(pass_values, specs))
-    sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
+    sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec))
     logits, read = plan.config.vocab_size * plan.value_bytes, plan.draft is not None and plan.draft.config.is_mtp
     longest = min(plan.rows, MOST_ROWS if read else PROMPT_ROWS)
     hidden = plan.config.hidden_size * plan.value_bytes if read else 0
@@ -178,9 +177,9 @@ def captured_bytes(plan: MemoryPlan) -> int:
     return graphs + draft_rows(running) * row * plan.value_bytes
 
 
-def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:
-    # One size per launch: all experts that this number of rows may choose are multiplied in one.
-    hit = min(len(spec.mlp.experts), rows * spec.mlp.top_k) if isinstance(spec.mlp, ExpertsSpec) else 0
+def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec) -> Iterator[int]:
+    # One size per launch: all experts that the rows of a pass may choose are multiplied in one.
+    hit = min(len(spec.mlp.experts), MOST_ROWS * spec.mlp.top_k) if isinstance(spec.mlp, ExpertsSpec) else 0
     # Without packed weights there is no fused pass, and only the products of experts have partial sums.
     for name, linears in spec.products().items():
         if (routed := name.startswith("experts.")) or plan.packings:

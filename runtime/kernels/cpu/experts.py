@@ -116,11 +116,13 @@ def native_routed_product(
         dense = [weight.dequantize() for weight in weights if isinstance(weight, PortableMatmul)]
         stored, operands = PORTABLE_WEIGHTS, _dense(dense, x.dtype) if len(dense) == len(weights) else _UNLIKE_DENSE
     elif isinstance(weights[0], TableMatmul):
-        stored, operands = TABLE_WEIGHTS, _tables(weights, x.dtype, starts)
+        stored, operands = TABLE_WEIGHTS, _packed(weights, TableMatmul, x.dtype)
     else:
-        stored, operands = PACKED_WEIGHTS, _packed(weights, x.dtype)
+        stored, operands = PACKED_WEIGHTS, _packed(weights, CpuMatmul, x.dtype)
     if isinstance(operands, Declined):
         return operands
+    if stored == TABLE_WEIGHTS and int(starts.diff().max()) > MAX_DECODED_ROWS:
+        return _MANY_ROWS
     (outputs, inputs), addresses = operands
     library = build.native()
     if isinstance(library, Declined):
@@ -168,23 +170,14 @@ def _in_turn(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, toke
 _Operands = tuple[tuple[int, int], list[int]]  # outputs and inputs, and the address of each expert's weight
 
 
-def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Operands | Declined:
-    matmuls = [weight for weight in weights if isinstance(weight, CpuMatmul)]
+def _packed(
+    weights: Sequence[Matmul | Tensor], kind: type[CpuMatmul | TableMatmul], dtype: torch.dtype
+) -> _Operands | Declined:
+    matmuls = [weight for weight in weights if isinstance(weight, kind)]
     if len(matmuls) < len(weights) or len({matmul.form for matmul in matmuls}) > 1:
-        return _UNLIKE_PACKED
+        return _UNLIKE_TABLES if kind is TableMatmul else _UNLIKE_PACKED
     if dtype not in (*ROW_TYPES, torch.float16):
         return decline_dtype(dtype)
-    return matmuls[0].form[:2], [matmul.address for matmul in matmuls]
-
-
-def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tensor) -> _Operands | Declined:
-    matmuls = [weight for weight in weights if isinstance(weight, TableMatmul)]
-    if len(matmuls) < len(weights) or len({matmul.form for matmul in matmuls}) > 1:
-        return _UNLIKE_TABLES
-    if dtype not in (*ROW_TYPES, torch.float16):
-        return decline_dtype(dtype)
-    if int(starts.diff().max()) > MAX_DECODED_ROWS:
-        return _MANY_ROWS
     return matmuls[0].shape, [matmul.address for matmul in matmuls]
 
 

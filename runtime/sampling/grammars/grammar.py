@@ -30,6 +30,7 @@ _FREE: Mapping[str, Any] = {**_STRICT, "whitespace_pattern": WHITESPACE}
 # The JSON style in which chat templates write tool calls.
 _COMPACT: Mapping[str, Any] = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_MODE = '{"type": "object"}'
+_CALLS = "tools"  # the request field of calls, for messages
 
 
 class _Vocabulary:
@@ -142,7 +143,6 @@ class GrammarCompiler:
         self,
         calls: Sequence[CallGrammar],
         most: int | None,
-        source: str,
         prelude: Prelude | None = None,
         otherwise: Alternative | None = None,
     ) -> "Grammar":
@@ -150,7 +150,7 @@ class GrammarCompiler:
 
         The JSON has one space after each comma and colon, and no other whitespace.
         """
-        choices, bodies, schemas = self._calls(calls, source)
+        choices, bodies, schemas = self._calls(calls)
         repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
         start = f"call{repeat}"
         if otherwise is not None:
@@ -160,35 +160,33 @@ class GrammarCompiler:
             schemas += otherwise.schemas
         text = json.dumps({"grammars": [{"lark_grammar": f"start: {start}\ncall: {choices}"}, *bodies]})
         cheap = otherwise is None or bool(otherwise.schemas)
-        grammar = self._compile(text, source, prelude, schemas, cheap)
+        grammar = self._compile(text, _CALLS, prelude, schemas, cheap)
         if otherwise is not None and not cheap:
             grammar.otherwise = Grammar(otherwise.source, otherwise.kind, self._table, self._symbols)
             grammar.otherwise.field = otherwise.field
         return grammar
 
-    def calls_in_text(self, calls: Sequence[CallGrammar], source: str, prelude: Prelude | None = None) -> "Grammar":
+    def calls_in_text(self, calls: Sequence[CallGrammar], prelude: Prelude | None = None) -> "Grammar":
         """Compile any text that is not blank, with any number of `calls` in it; all begin with the same mark."""
         mark = calls[0].before.strip()
         if mark in self._control:
-            choices, bodies, schemas = self._calls(calls, source)
+            choices, bodies, schemas = self._calls(calls)
             rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
         else:
             # A mark that is not a control token is ordinary text, so the text before a call is matched up to the mark.
             rest = [replace(call, before=call.before.removeprefix(mark)) for call in calls]
-            choices, bodies, schemas = self._calls(rest, source)
+            choices, bodies, schemas = self._calls(rest)
             rules = f"start: FIRST | (marked ({choices}))+ MORE?\nmarked[suffix={json.dumps(mark)}]: /(.|\\n)*/\n"
         rules += self._rules.texts(prelude, mark)
         text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
-        return self._compile(text, source, prelude, schemas, free=True)
+        return self._compile(text, _CALLS, prelude, schemas, free=True)
 
-    def _calls(
-        self, calls: Sequence[CallGrammar], source: str
-    ) -> tuple[str, list[dict[str, Any]], list[PreparedSchema]]:
+    def _calls(self, calls: Sequence[CallGrammar]) -> tuple[str, list[dict[str, Any]], list[PreparedSchema]]:
         # Alternatives in Lark, the grammars that they name, and the schemas.
-        schemas = [self._prepare(call.schema, source, call.strict) for call in calls]
+        schemas = [self._prepare(call.schema, _CALLS, call.strict) for call in calls]
         bodies, rules = [], []
         for index, (call, schema) in enumerate(zip(calls, schemas, strict=True)):
-            (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
+            (body,) = json.loads(self._schema(schema, _CALLS, _COMPACT))["grammars"]
             bodies.append({**body, "name": f"call{index}"})
             rules.append(f"({self._rules.literal(call.before)} @call{index} {self._rules.literal(call.after)})")
         return " | ".join(rules), bodies, schemas

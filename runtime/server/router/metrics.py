@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import httpx2
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -15,6 +17,19 @@ from mycli.runtime.server.router.pool import ModelPool, Slot
 _PREFIX = "mycli:"
 _SECONDS = 5.0  # to wait for the metrics of one process
 _STATES = ("unloaded", "loading", "loaded", "unloading", "failed")
+_OF_MODELS: Mapping[str, tuple[type[Gauge | Counter], str, Callable[[Slot], float]]] = {
+    "model_memory_bytes": (Gauge, "Estimated memory of a model when it is loaded.", lambda slot: slot.model.nbytes),
+    "model_requests_active": (Gauge, "Requests in the process of a model.", lambda slot: slot.active),
+    "model_requests_waiting": (Gauge, "Requests that wait until a model is loaded.", lambda slot: len(slot.waiters)),
+    "model_load_seconds": (Gauge, "Duration of the last load of a model.", lambda slot: slot.load_seconds),
+    "model_loads": (Counter, "Loads of a model.", lambda slot: slot.loads),
+    "model_evictions": (
+        Counter,
+        "Times a model was unloaded to make room for another one.",
+        lambda slot: slot.evictions,
+    ),
+    "model_process_ends": (Counter, "Times the process of a model ended by itself.", lambda slot: slot.deaths),
+}
 
 
 class _Families(Collector):
@@ -55,36 +70,18 @@ async def _fetch(slot: Slot) -> str:
 
 def _router_families(pool: ModelPool) -> Iterable[Metric]:
     slots = pool.slots.values()
-    state = GaugeMetricFamily(_PREFIX + "model_state", "1 for the state of a model.", labels=["model", "state"])
+    state = Gauge(_PREFIX + "model_state", "1 for the state of a model.", labels=["model", "state"])
     for slot in slots:
         for name in _STATES:
             state.add_metric([slot.model.name, name], float(slot.shown_state == name))
     yield state
-    gauges: Mapping[str, tuple[str, Callable[[Slot], float]]] = {
-        "model_memory_bytes": ("Estimated memory of a model when it is loaded.", lambda slot: slot.model.nbytes),
-        "model_requests_active": ("Requests in the process of a model.", lambda slot: slot.active),
-        "model_requests_waiting": ("Requests that wait until a model is loaded.", lambda slot: len(slot.waiters)),
-        "model_load_seconds": ("Duration of the last load of a model.", lambda slot: slot.load_seconds),
-    }
-    for name, (text, value) in gauges.items():
-        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model"])
+    for name, (kind, text, value) in _OF_MODELS.items():
+        family = kind(_PREFIX + name, text, labels=["model"])
         for slot in slots:
-            gauge.add_metric([slot.model.name], float(value(slot)))
-        yield gauge
-    counters: Mapping[str, tuple[str, Callable[[Slot], float]]] = {
-        "model_loads": ("Loads of a model.", lambda slot: slot.loads),
-        "model_evictions": ("Times a model was unloaded to make room for another one.", lambda slot: slot.evictions),
-        "model_process_ends": ("Times the process of a model ended by itself.", lambda slot: slot.deaths),
-    }
-    for name, (text, value) in counters.items():
-        counter = CounterMetricFamily(_PREFIX + name, text, labels=["model"])
-        for slot in slots:
-            counter.add_metric([slot.model.name], float(value(slot)))
-        yield counter
-    rooms = GaugeMetricFamily(_PREFIX + "memory_limit_bytes", "Memory that models may use.", labels=["place"])
+            family.add_metric([slot.model.name], float(value(slot)))
+        yield family
+    rooms = Gauge(_PREFIX + "memory_limit_bytes", "Memory that models may use.", labels=["place"])
     for place, nbytes in pool.rooms.items():
         rooms.add_metric([place], float(nbytes))
     yield rooms
-    yield GaugeMetricFamily(
-        _PREFIX + "router_resident_bytes", "Resident memory of the router process.", value=float(resident())
-    )
+    yield Gauge(_PREFIX + "router_resident_bytes", "Resident memory of the router process.", value=float(resident()))
