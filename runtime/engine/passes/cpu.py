@@ -32,12 +32,11 @@ from mycli.runtime.kernels.cpu.layer import (
     CPassRows,
     CPlace,
     CRotation,
-    pointer,
     run_head,
     run_passes,
 )
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import Native
+from mycli.runtime.kernels.cpu.library.build import Native, pointer
 from mycli.runtime.layers.block import Attention, Block, BlockPart, Parallel, Recurrent
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import complete

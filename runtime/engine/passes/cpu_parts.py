@@ -50,8 +50,8 @@ from mycli.runtime.kernels.cpu.layer import (
     CPart,
     CPerLayerPart,
     Fetch,
-    pointer,
 )
+from mycli.runtime.kernels.cpu.library.build import pointer
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.layers.block import AlternatingUpdates, Attention, BlockPart, Parallel, PerLayer, Recurrent

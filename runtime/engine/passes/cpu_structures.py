@@ -11,9 +11,8 @@ from mycli.runtime.kernels.cpu.layer import (
     CNormParams,
     CProduct,
     CResidualAdd,
-    pointer,
 )
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, pointer
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, PortableMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul

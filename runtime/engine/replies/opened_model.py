@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.engine import Engine
     from mycli.runtime.engine.loading.loader import LoadedModel
     from mycli.runtime.engine.replies.completion import Completion
+    from mycli.runtime.engine.replies.embedder import Embedder
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -101,18 +102,7 @@ class OpenedModel:
 
         from mycli.runtime.engine.sequence import Request
 
-        embedder = self.model.embedder
-        if self.model.cross_encoder is not None:
-            raise ModelError("the model computes no embeddings: it scores pairs of texts", code="reranker")
-        if embedder is None:
-            raise ModelError("the model computes no embeddings: its folder has no modules.json", code="embedding-model")
-        try:
-            before = embedder.prompt(prompt)
-        except KeyError:
-            known = ", ".join(embedder.spec.prompts) or "none"
-            raise UsageError(f"the model has no prompt {prompt!r:.60}", f"it has: {known}") from None
-        if dimensions is not None and dimensions > embedder.size:
-            raise UsageError(f"{dimensions} dimensions: the vectors of this model have {embedder.size} values")
+        embedder, before = self._embedder(prompt, dimensions)
         numbers: list[int] = []
         vectors: dict[int, Tensor] = {}
         states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
@@ -137,6 +127,22 @@ class OpenedModel:
             for number in numbers:
                 self.engine.cancel(number)
         return torch.stack([vectors[number] for number in numbers])
+
+    def _embedder(self, prompt: str | None, dimensions: int | None) -> "tuple[Embedder, str]":
+        """Return the embedder, which can return vectors of `dimensions`, and the text of `prompt`."""
+        embedder = self.model.embedder
+        if self.model.cross_encoder is not None:
+            raise ModelError("the model computes no embeddings: it scores pairs of texts", code="reranker")
+        if embedder is None:
+            raise ModelError("the model computes no embeddings: its folder has no modules.json", code="embedding-model")
+        try:
+            before = embedder.prompt(prompt)
+        except KeyError:
+            known = ", ".join(embedder.spec.prompts) or "none"
+            raise UsageError(f"the model has no prompt {prompt!r:.60}", f"it has: {known}") from None
+        if dimensions is not None and dimensions > embedder.size:
+            raise UsageError(f"{dimensions} dimensions: the vectors of this model have {embedder.size} values")
+        return embedder, before
 
     def memory_used(self) -> int:
         """Return the bytes the process uses on the model's device, Python and torch included."""

@@ -13,7 +13,7 @@ from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CAttention
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CAttention, pointer
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.quantization.int4_vectors import int4_groups
 
@@ -158,9 +158,9 @@ def _attend(
         query=query.data_ptr(),
         keys=data.data_ptr(),
         values=values.data.data_ptr(),
-        key_scales=None if keys.scales is None else keys.scales.data_ptr(),
-        value_scales=None if values.scales is None else values.scales.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
+        key_scales=pointer(keys.scales),
+        value_scales=pointer(values.scales),
+        sinks=pointer(sinks),
         out=out.data_ptr(),
         starts=indices.starts,
         lengths=indices.lengths,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotateTask, Native
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotateTask, Native, pointer
 
 # After the products of a large model nothing is left in the caches, and each torch operation takes longer to start than
 # to run, at about 18 operations in a layer. Squared ReLU stays with torch: it is one operation there, and a call from
@@ -82,7 +82,7 @@ def _norm(x: Tensor, gain: Tensor, eps: float, bias: Tensor | None, centred: boo
         return _GAIN
     rows = x.contiguous()
     y = torch.empty_like(rows)
-    pointers = rows.data_ptr(), gain.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    pointers = map(pointer, (rows, gain, bias, y))
     task = CNorm(*pointers, rows.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype], centred)
     library.norm(ctypes.byref(task), threads_for(_tokens(x)))
     return y

@@ -15,7 +15,7 @@ from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, pointer
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, PortableMatmul, dense_product, no_memory_error
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
 from mycli.runtime.kernels.routed import Route
@@ -53,9 +53,8 @@ class CChoice(ctypes.Structure):
 
 def c_choice(choice: RoutingSpec, correction: Tensor | None) -> CChoice:
     """Return `choice` for C++; the caller keeps `correction` fp32 [experts] alive."""
-    address = None if correction is None else correction.data_ptr()
-    sizes = choice.top_k, choice.groups, choice.top_groups, choice.group_best
-    return CChoice(address, *sizes, choice.epsilon, choice.scale, choice.normalize, choice.scoring == "sigmoid")
+    sizes = pointer(correction), choice.top_k, choice.groups, choice.top_groups, choice.group_best
+    return CChoice(*sizes, choice.epsilon, choice.scale, choice.normalize, choice.scoring == "sigmoid")
 
 
 class _Routing(ctypes.Structure):
@@ -135,7 +134,7 @@ def native_routed_product(
     task = _Routed(
         weights=ctypes.addressof(pointers),
         starts=starts.data_ptr(),
-        tokens=None if tokens is None else tokens.data_ptr(),
+        tokens=pointer(tokens),
         x=rows.data_ptr(),
         y=y.data_ptr(),
         experts=len(addresses),

@@ -10,7 +10,7 @@ from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, pointer
 from mycli.runtime.kernels.paged import Ragged
 
 _NOT_CPU = Declined("tensors-not-on-cpu")
@@ -77,7 +77,7 @@ def native_latent_attention(
         return library
     query, rotated_query = query.contiguous(), rotated_query.contiguous()
     out = torch.empty_like(query)
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (query, rotated_query, *tensors, out))
+    pointers = map(pointer, (query, rotated_query, *tensors, out))
     task = _LatentTask(
         *pointers,
         *(tensor.data_ptr() for tensor in indices),

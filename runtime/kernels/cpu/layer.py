@@ -19,11 +19,6 @@ _NO_MEMORY, _NOT_FETCHED = 1, 3  # return codes of a chain
 _FETCH = ctypes.CFUNCTYPE(c_int64, c_int64, ctypes.POINTER(c_int32), c_int64, ctypes.POINTER(c_uint8))
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's data; None for no tensor."""
-    return None if tensor is None else tensor.data_ptr()
-
-
 class CProduct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "dense", "table")),

@@ -15,7 +15,7 @@ from torch import Tensor
 from mycli.runtime.device.placement import decline_dtype
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
+from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native, pointer
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import SCALE_UNITS, ActivationBits, Packing
@@ -102,8 +102,8 @@ class CpuMatmul:
         self._weight = CWeight(
             codes=self._codes.data_ptr(),
             scales=scales.data_ptr(),
-            offsets=None if offsets is None else offsets.data_ptr(),
-            factors=None if factors is None else factors.data_ptr(),
+            offsets=pointer(offsets),
+            factors=pointer(factors),
             rows=weight.out_features,
             inputs=weight.in_features,
             group=weight.in_features // weight.packing.groups(weight.in_features),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, Native
+from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, Native, pointer
 from mycli.runtime.kernels.recurrent import (
     DeltaSizes,
     Runs,
@@ -177,8 +177,7 @@ def native_convolve(
     if not _fits(runs, len(x), len(state)):
         return _RUNS
     y = x.new_empty(x.shape)
-    bias_address = None if bias is None else bias.data_ptr()
-    pointers = x.data_ptr(), weight.data_ptr(), bias_address, state.data_ptr(), y.data_ptr()
+    pointers = map(pointer, (x, weight, bias, state, y))
     task = _Convolution(*pointers, x.stride(0), channels, taps, silu)
     library.convolve(ctypes.byref(_c_runs(x, runs)), ctypes.byref(task), _threads(x.numel()))
     return y

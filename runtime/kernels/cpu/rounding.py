@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CColumns, CRounding
+from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CColumns, CRounding, pointer
 from mycli.runtime.quantization.packed_weight import pack
 
 _FIXED, _ABSMAX, _LEAST_SQUARES = 0, 1, 2  # `Search` of quantize_cpu.cpp
@@ -65,10 +65,10 @@ def native_round(
         return library
     task = CRounding(
         weight=weight.data_ptr(),
-        importance=None if importance is None else importance.data_ptr(),
+        importance=pointer(importance),
         scales=scales.data_ptr(),
-        codes=None if codes is None else codes.data_ptr(),
-        sums=None if sums is None else sums.data_ptr(),
+        codes=pointer(codes),
+        sums=pointer(sums),
         rows=rows,
         inputs=columns,
         group=group,
@@ -103,7 +103,7 @@ def native_columns(
     new_codes, shifts = torch.empty(residual.shape, dtype=torch.uint8), torch.empty_like(residual)
     task = CColumns(
         *(tensor.data_ptr() for tensor in (residual, transposed, scales)),
-        before=None if codes is None else codes.data_ptr(),
+        before=pointer(codes),
         codes=new_codes.data_ptr(),
         shifts=shifts.data_ptr(),
         columns=residual.shape[0],

@@ -41,6 +41,11 @@ STORED_TYPES = {**ROW_TYPES, torch.float16: 2}
 LANES = 16  # floats of a `V16` of vectors.h
 
 
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's data; None for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 # Each C* structure mirrors the C++ structure of the same name without the C: same fields, same order.
 class CWeight(ctypes.Structure):
     _fields_ = [
