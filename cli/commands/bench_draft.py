@@ -114,7 +114,7 @@ def bench_draft(
     subject, texts = _subject(call, model, replace(loading.resolve(), draft=draft))
     from mycli.runtime.diagnostics.speculation_benchmark import measure_speculation, textbook
 
-    results, ended = {}, list[str]()
+    results = {}
     with call.out.progress(f"{model} with {draft}", len(texts), "kinds of text") as bar:
         for kind, prompts in texts.items():
             bar.describe(kind)
@@ -122,13 +122,11 @@ def bench_draft(
             result = measure_speculation(subject, prompts, max(generate, 2), repetitions)
             if result.plain and result.drafted:
                 results[kind] = result
-            else:
-                ended.append(f"{kind} is not measured: the model ends each of its replies at the first token")
             bar.advance(1)
     if not results:
         raise ModelError(f"{model} ends every reply at the first token", "use a model that replies to prompts")
-    for note in ended:
-        call.out.note(note)
+    for kind in filter(lambda kind: kind not in results, texts):
+        call.out.note(f"{kind} is not measured: the model ends each of its replies at the first token")
     rows = [_result(kind, result) for kind, result in results.items()]
     tokens = [{"text": "textbook", **vars(row)} for row in textbook()]
     tokens += [{"text": kind, **vars(row)} for kind, result in results.items() for row in result.lengths]

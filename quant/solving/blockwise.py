@@ -283,6 +283,15 @@ class CopyTask:
     sink: Sink
     work: WorkFolder | None = None
 
+    def resume(self, index: int, note: ReportNote) -> Solved | None:
+        """Return the block that an earlier run has solved, if there is one, after advancing the copy over it."""
+        solved = None if self.work is None else self.work.load(index)
+        if solved is not None and self.work is not None:
+            if index == 0:
+                note(f"resuming unfinished work in {self.work.folder}")
+            self.blocks.resume(index, solved)
+        return solved
+
     def store(self, index: int, solved: Solved, is_new: bool) -> None:
         if self.work is not None and is_new:
             self.work.save(index, solved)
@@ -315,11 +324,9 @@ def solve_copies(
             if index + 1 < original.model.config.layers:
                 background.submit(original.model.prefetch, index + 1)
             active = [place for place, task in enumerate(tasks) if index < task.blocks.count]
-            loaded = {place: _loaded(tasks[place], index, note) for place in active}
-            known = {place: solved for place, solved in loaded.items() if solved is not None}
+            resumable = ((place, tasks[place].resume(index, note)) for place in active)
+            known = {place: solved for place, solved in resumable if solved is not None}
             missing = [place for place in active if place not in known]
-            for place, solved in known.items():
-                tasks[place].blocks.resume(index, solved)
             if missing:
                 if index == resumed:
                     if resumed:
@@ -330,8 +337,7 @@ def solve_copies(
             else:
                 if index < original.model.config.layers:
                     original.advance(original.model.block(index), original.stream, original.side_inputs)
-                if resumed == index:
-                    resumed += 1
+                resumed += resumed == index
             for write in written:
                 write.result()
             written = [background.submit(tasks[place].store, index, known[place], place in missing) for place in active]
@@ -346,10 +352,3 @@ def solve_copies(
         for write in written:
             write.result()
     return [tuple(solved) for solved in layers]
-
-
-def _loaded(task: CopyTask, index: int, note: ReportNote) -> Solved | None:
-    solved = None if task.work is None else task.work.load(index)
-    if solved is not None and index == 0 and task.work is not None:
-        note(f"resuming unfinished work in {task.work.folder}")
-    return solved
