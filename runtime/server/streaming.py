@@ -73,22 +73,17 @@ def _join(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
     last = pieces[-1]
-    return Piece(
-        last.index,
-        join_parts(part for piece in pieces for part in piece.parts),
-        "".join([piece.reasoning for piece in pieces]),
-        tuple(token for piece in pieces for token in piece.tokens),
-        tuple(logprob for piece in pieces for logprob in piece.logprobs),
-        tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
-        max(piece.cached_tokens for piece in pieces),
-        last.end,
-        last.stop,
-        last.problem,
-        last.vector,
-        last.refused,
-        sum(piece.reasoning_tokens for piece in pieces),
-        max(piece.prompt_tokens for piece in pieces),
-        tuple(entry for piece in pieces for entry in piece.text_logprobs),
+    return replace(
+        last,
+        parts=join_parts(part for piece in pieces for part in piece.parts),
+        reasoning="".join([piece.reasoning for piece in pieces]),
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        prompt_logprobs=tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
+        cached_tokens=max(piece.cached_tokens for piece in pieces),
+        reasoning_tokens=sum(piece.reasoning_tokens for piece in pieces),
+        prompt_tokens=max(piece.prompt_tokens for piece in pieces),
+        text_logprobs=tuple(entry for piece in pieces for entry in piece.text_logprobs),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.gguf.experts import SIGMOID, experts_spec, leading_dense_layers, shared_size
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule, ValueChange
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
@@ -14,6 +15,11 @@ from mycli.runtime.models.recurrent_spec import KimiDeltaSpec
 def kimi_delta(config: ModelConfig) -> KimiDeltaSpec:
     """Return the first recurrent layer; all others have the same shape."""
     return next(spec.recurrent for spec in config.layer_specs if isinstance(spec.recurrent, KimiDeltaSpec))
+
+
+EQUAL_HEADS = Requirement(
+    "as many heads of delta attention as of latent attention", lambda config: kimi_delta(config).heads == config.heads
+)
 
 
 def latent_attention(config: ModelConfig) -> LatentAttentionSpec:

@@ -20,6 +20,9 @@ class Requirement:
 HIDDEN_WIDE_HEADS = Requirement(
     "heads whose sizes add up to hidden_size", lambda config: config.heads * config.head_dim == config.hidden_size
 )
+PER_LAYER_VOCAB = Requirement(
+    "vocab_size_per_layer_input of at most vocab_size", lambda config: config.per_layer_vocab <= config.vocab_size
+)
 WHOLE_ROTATION = Requirement(
     "the whole of each head rotated",
     lambda config: all(rope.dim == config.head_dim for rope in config.distinct_ropes),

@@ -102,8 +102,12 @@ LLAMA_TENSORS = {
     "ffn_up": TensorRule("mlp.up_proj"),
     "ffn_down": TensorRule("mlp.down_proj"),
 }
-# Tokens without per-layer inputs take those of the first token, but llama.cpp reads a row for every token.
-PER_LAYER_TABLE = TensorRule("model.embed_tokens_per_layer", padded_rows=lambda config: config.vocab_size)
+PER_LAYER_TENSORS = {
+    # Tokens without per-layer inputs take those of the first token, but llama.cpp reads a row for every token.
+    "per_layer_token_embd": TensorRule("model.embed_tokens_per_layer", padded_rows=lambda config: config.vocab_size),
+    "per_layer_model_proj": TensorRule("model.per_layer_model_projection"),
+    "per_layer_proj_norm": TensorRule("model.per_layer_projection_norm"),
+}
 PAIRED_TENSORS = {
     **LLAMA_TENSORS,
     "attn_q": TensorRule("self_attn.q_proj", PAIRED_Q),

@@ -15,6 +15,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.kimi_delta import (
+    EQUAL_HEADS,
     delta_tensors,
     kimi_delta,
     latent_tensors,
@@ -76,10 +77,7 @@ ARCHITECTURE = Architecture(
     requires=(
         *EXPERT_GROUPS,
         Requirement("decays with a lower bound, kda_safe_gate", lambda config: kimi_delta(config).floor != 0.0),
-        Requirement(
-            "as many heads of delta attention as of latent attention",
-            lambda config: kimi_delta(config).heads == config.heads,
-        ),
+        EQUAL_HEADS,
     ),
     latent=True,
     has_mtp_blocks=True,

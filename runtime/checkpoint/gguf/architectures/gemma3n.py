@@ -7,8 +7,8 @@ from typing import Any
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
-from mycli.runtime.checkpoint.gguf.requirements import Requirement
-from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, PER_LAYER_TABLE, TensorRule
+from mycli.runtime.checkpoint.gguf.requirements import PER_LAYER_VOCAB, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, PER_LAYER_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import StreamsSpec
 
@@ -136,10 +136,7 @@ ARCHITECTURE = Architecture(
             f"hidden_size_per_layer_input = {_PER_LAYER_WIDTH}",
             lambda config: config.per_layer_width == _PER_LAYER_WIDTH,
         ),
-        Requirement(
-            "vocab_size_per_layer_input of at most vocab_size",
-            lambda config: config.per_layer_vocab <= config.vocab_size,
-        ),
+        PER_LAYER_VOCAB,
         Requirement(f"{_SPARSITY} of the gates zero in the first {_SPARSE_LAYERS} layers", _sparse_first),
         Requirement(f"keys and values of their own in the first {_KV_LAYERS} layers alone", _computes_kv_first),
     ),
@@ -162,9 +159,7 @@ ARCHITECTURE = Architecture(
     },
     model_tensors={
         **MODEL_TENSORS,
-        "per_layer_token_embd": PER_LAYER_TABLE,
-        "per_layer_model_proj": TensorRule("model.per_layer_model_projection"),
-        "per_layer_proj_norm": TensorRule("model.per_layer_projection_norm"),
+        **PER_LAYER_TENSORS,
         "altup_proj": _stacked("model.altup_projections"),
         "altup_unembd_proj": _stacked("model.altup_unembed_projections"),
     },

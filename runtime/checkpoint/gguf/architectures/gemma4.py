@@ -5,8 +5,8 @@ from typing import Any
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
-from mycli.runtime.checkpoint.gguf.requirements import Requirement
-from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, PER_LAYER_TABLE, TensorRule
+from mycli.runtime.checkpoint.gguf.requirements import PER_LAYER_VOCAB, Requirement
+from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, PER_LAYER_TENSORS, TensorRule
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
@@ -28,12 +28,6 @@ _TENSORS = {
     "ffn_gate_up_exps": TensorRule("experts.{expert}.gate_proj", more_names=("experts.{expert}.up_proj",)),
     "ffn_down_exps": TensorRule("experts.{expert}.down_proj"),
     "ffn_down_exps.scale": TensorRule("router.per_expert_scale", suffixes={"": ""}),
-}
-_MODEL_TENSORS = {
-    **MODEL_TENSORS,
-    "per_layer_token_embd": PER_LAYER_TABLE,
-    "per_layer_model_proj": TensorRule("model.per_layer_model_projection"),
-    "per_layer_proj_norm": TensorRule("model.per_layer_projection_norm"),
 }
 
 
@@ -119,17 +113,14 @@ ARCHITECTURE = Architecture(
     model_type="gemma4_text",
     written_types=("gemma4_text", "gemma4_unified_text"),
     requires=(
-        Requirement(
-            "vocab_size_per_layer_input of at most vocab_size",
-            lambda config: config.per_layer_vocab <= config.vocab_size,
-        ),
+        PER_LAYER_VOCAB,
         Requirement(
             "full attention in the last layer that has keys and values of its own, sliding in the one before it",
             lambda config: _last_kv_windows(config) in ([], [True, False]),
         ),
     ),
     layer_tensors=_TENSORS,
-    model_tensors=_MODEL_TENSORS,
+    model_tensors={**MODEL_TENSORS, **PER_LAYER_TENSORS},
     keys=(WINDOW_KEY,),
     by_layer=("attention.head_count_kv", "feed_forward_length"),
     read_config=_read_config,

@@ -11,8 +11,8 @@ from mycli.runtime.checkpoint.gguf.experts import (
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.kimi_delta import (
+    EQUAL_HEADS,
     delta_tensors,
-    kimi_delta,
     latent_attention,
     latent_tensors,
     read_latent_keys,
@@ -51,10 +51,7 @@ ARCHITECTURE = Architecture(
     requires=(
         *EXPERT_GROUPS,
         Requirement("normalized weights of experts", lambda config: experts_spec(config).routing.normalize),
-        Requirement(
-            "as many heads of delta attention as of latent attention",
-            lambda config: kimi_delta(config).heads == config.heads,
-        ),
+        EQUAL_HEADS,
         Requirement("queries in one matrix, without q_lora_rank", lambda c: latent_attention(c).q_norm is None),
     ),
     latent=True,
