@@ -11,7 +11,7 @@ from mycli.runtime.engine.replies.cross_encoder import CrossEncoder
 from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.server.http.api_error import ApiError, ContextError
+from mycli.runtime.server.http.api_error import ApiError, ContextError, invalid_value, unsupported_parameter
 from mycli.runtime.server.requests.schemas import Strict, TokenLimit
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
@@ -69,11 +69,9 @@ class Truncation(Strict):
         """
         tokens = self.truncate_prompt_tokens
         if tokens is not None and self.truncation_side == "left":  # would cut the special tokens before the text
-            message = "truncation_side: 'left' is not supported"
-            raise ApiError(400, message, "unsupported_parameter", param="truncation_side")
+            raise unsupported_parameter("truncation_side", "'left' is not supported")
         if tokens is not None and not others < tokens <= longest and tokens != -1:
-            message = f"truncate_prompt_tokens: must be -1 or {others + 1} to {longest}"
-            raise ApiError(400, message, "invalid_value", param="truncate_prompt_tokens")
+            raise invalid_value("truncate_prompt_tokens", f"must be -1 or {others + 1} to {longest}")
         return longest if tokens == -1 else tokens
 
 
@@ -101,8 +99,7 @@ def check_text(service: Service, ids: Sequence[int], place: str) -> None:
 def vector_requests(embedder: Embedder, texts: Sequence[Sequence[int]], dimensions: int | None) -> list[Prepared]:
     """Return requests for the vectors of `texts`, which are token ids, in groups to run one after another."""
     if dimensions is not None and dimensions > embedder.size:
-        message = f"dimensions: the vectors of this model have {embedder.size} values"
-        raise ApiError(400, message, "invalid_value", param="dimensions")
+        raise invalid_value("dimensions", f"the vectors of this model have {embedder.size} values")
     states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
     requests = [Request(tuple(ids), limit=0, hidden_states=states) for ids in texts]
     return _grouped(requests, lambda states: embedder.vector(states, dimensions))

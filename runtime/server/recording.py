@@ -12,7 +12,7 @@ from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, Re
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import ReplyStart, Request
 from mycli.runtime.sampling.params import following_seed
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.worker import OutputReader
 
 Requests = Sequence[tuple[Request, Sequence[OutputReader]]]
@@ -113,7 +113,7 @@ class Resumption:
             raise ApiError(409, message, "reply_differs")
         count = sum(len(readers) for _, readers in requests)
         if self.after and count > 1:
-            raise ApiError(400, "after: the request has several replies", "invalid_value", param="after")
+            raise invalid_value("after", "the request has several replies")
         try:
             records = self.journal.resume(self.name, count)
         except RunningReplyError:

@@ -20,7 +20,14 @@ from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.delivery import Delivery
-from mycli.runtime.server.http.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.http.api_error import (
+    ApiError,
+    ContextError,
+    as_api_errors,
+    from_user_error,
+    invalid_value,
+    unsupported_parameter,
+)
 from mycli.runtime.server.http.request_log import RequestFigures
 from mycli.runtime.server.http.settings import ServerSettings, ServerState, untagged
 from mycli.runtime.server.requests.chat_prompt import RecentPrompts, render_chat, template_source
@@ -32,13 +39,8 @@ from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.fill_in_middle import FimPrompt
 from mycli.runtime.tokenizer.parsing.reasoning_parser import ReasoningFormat, find_reasoning_format
-from mycli.runtime.tokenizer.parsing.tool_formats import (
-    HERMES,
-    ToolFormat,
-    model_tool_format,
-)
+from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat, model_tool_format
 from mycli.runtime.tokenizer.prompt_difference import Difference, PromptParts
-from mycli.runtime.tokenizer.tokenizer import TextPair
 
 
 @dataclass(frozen=True)
@@ -155,28 +157,17 @@ class Service(ServerState):
         """Return what may precede a reply with a grammar: reasoning, unless the prompt has closed the block."""
         return reasoning_prelude(self._template, prompt_end)
 
-    def text_prompt(self, text: str, add_special: bool = True, allow_special: bool = False) -> list[int]:
+    def text_prompt(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]:
         """Return the token ids of a text. Raises ApiError."""
-        try:
+        with as_api_errors("prompt"):
             return self.loaded.tokenizer.encode(text, add_special=add_special, allow_special=allow_special)
-        except UserError as error:
-            raise from_user_error(error, "prompt") from None
-
-    def pair_prompt(self, first: str, second: str, longest: int | None, param: str) -> TextPair:
-        """Return the tokens of two texts as a reranker reads them. Raises ApiError about `param`."""
-        try:
-            return self.loaded.tokenizer.encode_pair(first, second, longest)
-        except UserError as error:
-            raise from_user_error(error, param) from None
 
     def beginning(self, text: str, tokens: int | None, param: str) -> str:
         """Return the beginning of a text that has at most `tokens` tokens, None for all. Raises ApiError."""
         if not tokens:
             return text
-        try:
+        with as_api_errors(param):
             return self.loaded.tokenizer.beginning(text, tokens)
-        except UserError as error:
-            raise from_user_error(error, param) from None
 
     def fim_prompt(
         self,
@@ -188,12 +179,9 @@ class Service(ServerState):
     ) -> FimPrompt:
         """Return the prompt for the text between `prefix` and `suffix`. Raises ApiError about `param`."""
         if self.loaded.tokenizer.fim_tokens is None:
-            message = f"{param}: {self.name} has no fill-in-the-middle tokens, such as <|fim_prefix|>"
-            raise ApiError(400, message, "unsupported_parameter", param=param)
-        try:
+            raise unsupported_parameter(param, f"{self.name} has no fill-in-the-middle tokens, such as <|fim_prefix|>")
+        with as_api_errors(param):
             return self.loaded.tokenizer.fim_prompt(prefix, suffix, extra, room)
-        except UserError as error:
-            raise from_user_error(error, param) from None
 
     def tag_ids(self, text: str) -> list[int]:
         """Return the token ids of markup, in which control tokens count as such."""
@@ -216,8 +204,7 @@ class Service(ServerState):
     def check_fits(self, prompt: Sequence[int], limit: int | None, param: str) -> None:
         """Raise ApiError, with the token counts, if the prompt and `limit` tokens more exceed the context."""
         if not prompt:
-            message = f"{param}: has no tokens, and this model has no start token"
-            raise ApiError(400, message, "invalid_value", param=param)
+            raise invalid_value(param, "has no tokens, and this model has no start token")
         room = reply_room(self.context, len(prompt))
         if room < 1:
             raise ContextError(len(prompt), None, self.context, param=param, room=0)
@@ -239,10 +226,8 @@ class Service(ServerState):
             biases = tuple((int(token), bias) for token, bias in body.logit_bias.items())
             self.check_ids([token for token, _ in biases], "logit_bias")
             values["logit_bias"] = biases
-        try:
+        with as_api_errors():
             return recommended(self.loaded.defaults).with_overrides(values)
-        except UserError as error:
-            raise from_user_error(error) from None
 
     def grammar(self, response: ResponseFormat | None, prelude: Prelude | None = None) -> Grammar | None:
         """Return the grammar of a response format, None if it allows any text. Raises ApiError."""
@@ -265,10 +250,8 @@ class Service(ServerState):
         """Return a response format as an alternative to tool calls; None if it allows any text. Raises ApiError."""
         if response is None or response.type == "text":
             return None
-        try:
+        with as_api_errors(response.place):
             return self.compiler.alternative(*_grammar_text(response), response.place, response.strict)
-        except UserError as error:
-            raise from_user_error(error, response.place) from None
 
     def request(
         self,
@@ -330,8 +313,8 @@ def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> No
             message = f"use_beam_search: cannot be combined with {name}"
             raise ApiError(400, message, "unsupported_parameter", param=name)
     if grammar is not None:
-        message = "use_beam_search: cannot be combined with a format, a required call or a thinking budget"
-        raise ApiError(400, message, "unsupported_parameter", param="use_beam_search")
+        cause = "cannot be combined with a format, a required call or a thinking budget"
+        raise unsupported_parameter("use_beam_search", cause)
     if top is not None:
         message = "use_beam_search: cannot be combined with logprobs"
         raise ApiError(400, message, "unsupported_parameter", param="logprobs")

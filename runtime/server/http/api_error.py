@@ -1,6 +1,7 @@
 """HTTP errors: a status and an object with message, type, param and code, in the form of each interface."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mycli.runtime.errors import UserError
@@ -97,12 +98,29 @@ class ContextError(ApiError):
         return body
 
 
+def invalid_value(param: str, cause: str) -> ApiError:
+    return ApiError(400, f"{param}: {cause}", "invalid_value", param=param)
+
+
+def unsupported_parameter(param: str, cause: str) -> ApiError:
+    return ApiError(400, f"{param}: {cause}", "unsupported_parameter", param=param)
+
+
 def from_user_error(error: UserError, param: str | None = None) -> ApiError:
     """Convert an error caused by the request's content, with its remedy, to a status 400."""
     hint = _REMEDIES.get(error.code, "").format_map(error.data) if error.code else error.hint
     message = f"{error.message}; {hint}" if hint else error.message
     code = "context_length_exceeded" if "context" in error.code else "invalid_value"
     return ApiError(400, message, code, param=param)
+
+
+@contextmanager
+def as_api_errors(param: str | None = None) -> Iterator[None]:
+    """Raise a `UserError` of the block as `from_user_error` converts it."""
+    try:
+        yield
+    except UserError as error:
+        raise from_user_error(error, param) from None
 
 
 def response_not_found(name: str) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mycli.runtime.sampling.params import MAX_TEMPERATURE
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, unsupported_parameter
 from mycli.runtime.server.http.settings import ServerState
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.requests.fields import asks_nothing
@@ -173,7 +173,7 @@ def read_options(body: OllamaRequest, context: int) -> tuple[Sampling, int | Non
             omitted.append(f"option {name[:60]}" if name.isidentifier() else "option unprintable")
         elif not asks_nothing(value, neutral):
             place = f"options.{name}"
-            raise ApiError(400, f"{place}: is not supported", "unsupported_parameter", param=place)
+            raise unsupported_parameter(place, "is not supported")
     if options.num_ctx is not None and options.num_ctx > context:
         omitted.append(f"option num_ctx above {context}")
     names = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
@@ -232,7 +232,7 @@ def refuse_fields(body: OllamaGenerateRequest) -> None:
     remedies = {"template": "", "context": "; send the conversation to /api/chat"}
     for name, remedy in remedies.items():
         if getattr(body, name):
-            raise ApiError(400, f"{name}: is not supported{remedy}", "unsupported_parameter", param=name)
+            raise unsupported_parameter(name, f"is not supported{remedy}")
     refuse_images(body.images, "images")
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.requests.schemas import LongText, No, Strict
 
 
@@ -148,5 +148,5 @@ def _parsed(schema: Schema, field: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ApiError(400, f"{field}: not a JSON schema", "invalid_value", param=field)
+        raise invalid_value(field, "not a JSON schema")
     return value

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
-from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
-from mycli.runtime.server.http.api_error import ApiError, from_user_error
+from mycli.runtime.server.http.api_error import ApiError, as_api_errors
 
 _THREADS = 2
 
@@ -69,7 +68,5 @@ class GrammarPool:
                 work.cancel()
         if work.cancelled() or not work.done():
             raise ApiError(499, "the client has disconnected", "client_gone")
-        try:
+        with as_api_errors(grammar.field):
             work.result()
-        except UserError as error:
-            raise from_user_error(error, grammar.field) from None

@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, ErrorDetails
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value, unsupported_parameter
 from mycli.runtime.tokenizer.chat_template import Effort
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 
@@ -246,10 +246,10 @@ class BeamFields(Strict):
         width = self.best_of or replies
         if not self.use_beam_search:
             if self.best_of not in (None, 1, replies):  # as many as are returned are no choice
-                raise ApiError(400, "best_of: needs use_beam_search", "unsupported_parameter", param="best_of")
+                raise unsupported_parameter("best_of", "needs use_beam_search")
             return None
         if width < replies:
-            raise ApiError(400, f"best_of: at least n, which is {replies}", "invalid_value", param="best_of")
+            raise invalid_value("best_of", f"at least n, which is {replies}")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return BeamOptions(width, penalty, self.early_stopping or False)
 

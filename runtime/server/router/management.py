@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mycli.runtime.errors import UserError
 from mycli.runtime.hub.names import is_hub_name
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.http.encoding import JsonResponse, dumps
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
@@ -64,8 +64,7 @@ class ModelManager:
 def pull_response(manager: ModelManager, pool: ModelPool, values: object, name: str | None) -> Response:
     """Return the states of a download as lines of JSON. Raises ApiError for a name that is not on the hub."""
     if name is None or name.startswith("-") or not is_hub_name(name):
-        message = f"model: {name!r:.80} is not a name such as org/repo on the Hugging Face hub"
-        raise ApiError(400, message, "invalid_value", param="model")
+        raise invalid_value("model", f"{name!r:.80} is not a name such as org/repo on the Hugging Face hub")
 
     async def lines() -> AsyncIterator[bytes]:
         # Without `stream` the client reads one object: the last state.

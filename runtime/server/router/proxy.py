@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.http.body import CLIENT_GONE
 from mycli.runtime.server.http.encoding import dumps, event
 from mycli.runtime.server.http.settings import CLIENT_HEADER, SHARE_HEADER
@@ -149,7 +149,7 @@ def model_of(values: object) -> str | None:
         raise ApiError(400, f"the body must be an object, not {type(values).__name__}", "invalid_type")
     name = values.get("model", values.get("name") if "model" not in values else None)
     if name is not None and not isinstance(name, str):
-        raise ApiError(400, "model: must be a string", "invalid_value", param="model")
+        raise invalid_value("model", "must be a string")
     return name
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value, unsupported_parameter
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.formats import Constraints, output_format
 from mycli.runtime.server.requests.schemas import (
@@ -93,14 +93,13 @@ def _prepare(service: Service, body: ChatRequest) -> Prepared:
 
 def _check(service: Service, body: ChatRequest) -> None:
     if body.n is not None and body.n > service.settings.limits.choices:
-        raise ApiError(400, f"n: at most {service.settings.limits.choices}", "invalid_value", param="n")
+        raise invalid_value("n", f"at most {service.settings.limits.choices}")
     if body.top_logprobs and not body.logprobs:  # 0 asks for nothing, and chat clients send it always
-        raise ApiError(400, "top_logprobs: needs logprobs", "invalid_value", param="top_logprobs")
+        raise invalid_value("top_logprobs", "needs logprobs")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
+        raise invalid_value("stream_options", "needs stream")
     if body.add_generation_prompt is False and not body.continue_final_message:
-        message = "add_generation_prompt: false needs continue_final_message"
-        raise ApiError(400, message, "unsupported_parameter", param="add_generation_prompt")
+        raise unsupported_parameter("add_generation_prompt", "false needs continue_final_message")
     if body.add_generation_prompt and body.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other"
         raise ApiError(400, message, "invalid_value", param="add_generation_prompt")

@@ -11,7 +11,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.grammars.lark import CallGrammar, Prelude
 from mycli.runtime.sampling.grammars.references import relocated
-from mycli.runtime.server.http.api_error import ApiError, from_user_error
+from mycli.runtime.server.http.api_error import from_user_error, invalid_value
 from mycli.runtime.server.requests.formats import ResponseFormat
 from mycli.runtime.server.requests.schemas import PromptTruncation, Sampling
 from mycli.runtime.server.service import Prepared, Service
@@ -149,13 +149,12 @@ def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
         if opened or last.reasoning:
             line = "" if form.header else "\n"
             thought = f"{last.reasoning}{line}" if last.reasoning else line
-            ids += service.tag_ids("" if opened else f"{form.open.rstrip()}{line}") + service.text_prompt(
-                thought, False
-            )
+            ids += service.tag_ids("" if opened else f"{form.open.rstrip()}{line}")
+            ids += service.text_prompt(thought, add_special=False)
             ids += service.tag_ids(f"{form.ending}{line * 2}")
         else:
             ids += service.tag_ids(form.header)
-        ids += service.text_prompt(last.content, False)
+        ids += service.text_prompt(last.content, add_special=False)
     return ids
 
 
@@ -170,8 +169,7 @@ def _check_continued(spec: ChatSpec) -> None:
     elif spec.constrained or spec.choice == "required":
         cause = "it cannot be combined with a format or a required call"
     if cause:
-        message = f"{spec.place}: the last message cannot be continued: {cause}"
-        raise ApiError(400, message, "invalid_value", param=spec.place)
+        raise invalid_value(spec.place, f"the last message cannot be continued: {cause}")
 
 
 def _prelude(service: Service, spec: ChatSpec, prompt_end: str) -> Prelude | None:
@@ -184,13 +182,12 @@ def _check_tools(spec: ChatSpec) -> None:
     names = [tool["function"]["name"] for tool in spec.tools]
     for name in (*([] if spec.named is None else [spec.named]), *(spec.allowed or ())):
         if name not in names:
-            message = f"tool_choice: the request has no tool {name[:60]!r}"
-            raise ApiError(400, message, "invalid_value", param="tool_choice")
+            raise invalid_value("tool_choice", f"the request has no tool {name[:60]!r}")
     if spec.choice == "required" and not names:
         cause = "the request has no tools"
         if spec.omitted_tools:
             cause = f"tools of type {spec.omitted_tools[0][:60]} cannot be called here"
-        raise ApiError(400, f"tool_choice: {cause}", "invalid_value", param="tool_choice")
+        raise invalid_value("tool_choice", cause)
 
 
 def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude: Prelude | None) -> Grammar:
@@ -209,7 +206,7 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
     except UserError as error:
         raise from_user_error(error, "tools") from None
     except RecursionError:
-        raise ApiError(400, "tools: a schema is nested too deeply", "invalid_value", param="tools") from None
+        raise invalid_value("tools", "a schema is nested too deeply") from None
 
 
 def _call(function: Mapping[str, Any], syntax: tuple[str, str, str, str], strict: bool) -> CallGrammar:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from mycli.runtime.engine.replies.reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import invalid_value, unsupported_parameter
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.formats import Constraints, output_format
 from mycli.runtime.server.requests.schemas import (
@@ -59,18 +59,17 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not prompts:
-        raise ApiError(400, "prompt: is empty", "invalid_value", param="prompt")
+        raise invalid_value("prompt", "is empty")
     max_replies = service.settings.limits.choices
     replies = (body.n or 1) * len(prompts)
     if replies > max_replies:  # before they are tokenized
-        message = f"n: {replies} replies in one request; at most {max_replies}"
-        raise ApiError(400, message, "invalid_value", param="n")
+        raise invalid_value("n", f"{replies} replies in one request; at most {max_replies}")
     ids = []
     for prompt in prompts:
         if body.suffix and isinstance(prompt, str):
             ids.append(service.fim_prompt(prompt, body.suffix, "suffix").ids)
         elif isinstance(prompt, str):
-            ids.append(service.text_prompt(prompt, body.add_special_tokens))
+            ids.append(service.text_prompt(prompt, add_special=body.add_special_tokens))
         else:
             service.check_ids(prompt, "prompt")
             ids.append(cast(list[int], list(prompt)))
@@ -80,18 +79,18 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
 def _check_suffix(body: CompletionRequest) -> None:
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, "suffix: needs a prompt of text", "invalid_value", param="suffix")
+        raise invalid_value("suffix", "needs a prompt of text")
     if body.echo:  # the prompt has the suffix before the reply
-        raise ApiError(400, "suffix: cannot be combined with echo", "unsupported_parameter", param="suffix")
+        raise unsupported_parameter("suffix", "cannot be combined with echo")
 
 
 def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     requested = body.max_tokens if body.max_tokens is not None else body.n_predict
     limit = DEFAULT_TOKENS if requested is None else service.context + 1 if requested == -1 else requested
     if limit == 0 and not body.echo:
-        raise ApiError(400, "max_tokens: 0 needs echo", "invalid_value", param="max_tokens")
+        raise invalid_value("max_tokens", "0 needs echo")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
+        raise invalid_value("stream_options", "needs stream")
     if body.suffix:
         _check_suffix(body)
     room = service.context + 1 - (1 if requested == -1 else limit)

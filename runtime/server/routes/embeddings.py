@@ -18,7 +18,7 @@ from mycli.runtime.server.embedding import (
     run_vectors,
     vector_requests,
 )
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import invalid_value
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, TokenId
 from mycli.runtime.server.service import Prepared, Service
@@ -82,8 +82,7 @@ def prompt_text(service: Service, name: str | None, input_type: str | None = Non
         return embedder.prompt(name)
     except KeyError:
         known = ", ".join(embedder.spec.prompts) or "none"
-        message = f"prompt_name: the model has no prompt {name!r:.60}; it has: {known:.300}"
-        raise ApiError(400, message, "invalid_value", param="prompt_name") from None
+        raise invalid_value("prompt_name", f"the model has no prompt {name!r:.60}; it has: {known:.300}") from None
 
 
 def _response(service: Service, body: EmbeddingsRequest, vectors: Sequence[Tensor], tokens: int) -> Response:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
 from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
@@ -198,7 +198,7 @@ def _content(block: TextBlock, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, dict):
-        raise ApiError(400, f"{place}: must be a string or a list", "invalid_value", param=place)
+        raise invalid_value(place, "must be a string or a list")
     parts = [_as_part(part, f"{place}.{index}") for index, part in enumerate(content)]
     return text_of(parts, place)
 

@@ -6,7 +6,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import invalid_value
 from mycli.runtime.server.requests.schemas import MAX_IDS, MAX_PROMPTS, LongText, TokenId
 from mycli.runtime.server.routes.llama_cpp import LlamaCppRendering, LlamaCppRequest, prepare_replies
 from mycli.runtime.server.service import Prepared, Service
@@ -42,7 +42,7 @@ def _ids(service: Service, prompt: Any) -> list[int]:
             service.check_ids([part], "prompt")
             ids.append(part)
         else:
-            raise ApiError(400, "prompt: a list of token ids must not hold lists", "invalid_value", param="prompt")
+            raise invalid_value("prompt", "a list of token ids must not hold lists")
     return ids
 
 
@@ -50,7 +50,7 @@ def _prepare(service: Service, body: NativeCompletionRequest) -> Prepared:
     prompts, most = _prompts(body), service.settings.limits.choices
     if not 1 <= len(prompts) <= most:  # before they are tokenized
         problem = f"{len(prompts)} prompts in one request; at most {most}" if prompts else "is empty"
-        raise ApiError(400, f"prompt: {problem}", "invalid_value", param="prompt")
+        raise invalid_value("prompt", problem)
     return prepare_replies(service, body, [_ids(service, prompt) for prompt in prompts], "prompt", fills=False)
 
 

@@ -26,7 +26,7 @@ from mycli.runtime.server.embedding import (
     score_requests,
     vector_requests,
 )
-from mycli.runtime.server.http.api_error import ApiError, ContextError
+from mycli.runtime.server.http.api_error import ApiError, ContextError, as_api_errors
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, Strict
 from mycli.runtime.server.routes.embeddings import prompt_text
@@ -120,12 +120,14 @@ def _text(document: LongText | RankedText) -> str:
 
 def _pair_work(service: Service, body: PairOptions, pairs: Sequence[Pair], encoder: CrossEncoder) -> PairWork:
     longest = min(service.context, encoder.spec.max_tokens or service.context)
-    special = () if body.truncate_prompt_tokens is None else service.pair_prompt("", "", None, "documents").ids
+    encode = service.loaded.tokenizer.encode_pair
+    special = () if body.truncate_prompt_tokens is None else encode("", "").ids
     cut = body.length(longest, len(special))
     prompt = encoder.spec.prompt if body.instruction is None else body.instruction
     texts = []
     for query, document in pairs:
-        text = service.pair_prompt(prompt + query, document, cut, "documents")
+        with as_api_errors("documents"):
+            text = encode(prompt + query, document, cut)
         if len(text.ids) > longest:
             raise ContextError(len(text.ids), None, longest, param="documents", room=0)
         texts.append(text)
@@ -154,7 +156,7 @@ def _vector_work(service: Service, body: PairOptions, pairs: Sequence[Pair], emb
 
 def _answer_work(service: Service, body: PairOptions, pairs: Sequence[Pair]) -> PairWork:
     before, after = service.tag_ids(_BEFORE), service.tag_ids(_AFTER)
-    answers = [service.text_prompt(word, False) for word in ("no", "yes")]
+    answers = [service.text_prompt(word, add_special=False) for word in ("no", "yes")]
     if len(service.tag_ids("<|im_start|>")) != 1 or any(len(ids) != 1 for ids in answers):
         message = f"{service.name} does not rerank: no reranker's head, no embeddings, no Qwen chat markup"
         raise ApiError(400, message, "not_a_reranker", param="model")
@@ -170,7 +172,7 @@ def _answer_work(service: Service, body: PairOptions, pairs: Sequence[Pair]) -> 
         pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         # Control tokens in a client's text stay text, so that a document cannot end the prompt and answer for the
         # model.
-        ids = service.text_prompt(pair, False)
+        ids = service.text_prompt(pair, add_special=False)
         ids = [*before, *(ids if cut is None else ids[: cut - tags]), *after]
         service.check_fits(ids, None, "documents")
         texts.append(ids)

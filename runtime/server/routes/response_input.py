@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.requests.schemas import ContentPart
@@ -110,7 +110,7 @@ def _output(item: InputItem, place: str) -> str:
     """Return the output of a tool as the model reads it; without one, the error or the status."""
     output = item.output
     if isinstance(output, dict):
-        raise ApiError(400, f"{place}.output: must be a string or a list", "invalid_value", param=f"{place}.output")
+        raise invalid_value(f"{place}.output", "must be a string or a list")
     if output is None:
         error = item.error if isinstance(item.error, str) else json.dumps(item.error)
         return f"error: {error}" if item.error else item.status or ""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, unsupported_parameter
 from mycli.runtime.server.requests.formats import Constraints, ResponseFormat, SchemaFormat, output_format
 from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
@@ -252,8 +252,7 @@ def _choice(choice: str | ChosenTool | None) -> tuple[str, str | None, Sequence[
         names = [flat_name(tool.name or "", tool.namespace) for tool in chosen]
         return choice.mode or "auto", None, names
     if choice.type not in ("function", "custom"):
-        message = f"tool_choice: tools of type {choice.type} cannot be called here"
-        raise ApiError(400, message, "unsupported_parameter", param="tool_choice")
+        raise unsupported_parameter("tool_choice", f"tools of type {choice.type} cannot be called here")
     return "required", flat_name(choice.name or "", choice.namespace), None
 
 
@@ -282,8 +281,7 @@ def response_spec(
         and named in tools.identities
         and f"grammar of tool {tools.identities[named].name}" in tools.omitted
     ):
-        message = f"tool_choice: the grammar of {named[:60]!r} cannot be enforced"
-        raise ApiError(400, message, "unsupported_parameter", param="tool_choice")
+        raise unsupported_parameter("tool_choice", f"the grammar of {named[:60]!r} cannot be enforced")
     return ChatSpec(
         messages=messages,
         sampling=body,

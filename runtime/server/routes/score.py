@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.server.embedding import run_vectors
-from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError, invalid_value
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.requests.schemas import LongText
 from mycli.runtime.server.routes.rerank import MAX_PAIRS, Pair, PairOptions, PairWork, prepare_pairs
@@ -58,8 +58,7 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
     if len(left) == 1:
         left = left * len(right)
     if len(left) != len(right):
-        message = f"text_1: must be one text or as many as text_2, which are {len(right)}"
-        raise ApiError(400, message, "invalid_value", param="text_1")
+        raise invalid_value("text_1", f"must be one text or as many as text_2, which are {len(right)}")
     return list(zip(left, right, strict=True))
 
 

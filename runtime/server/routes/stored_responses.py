@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.http.api_error import ApiError, response_not_found
+from mycli.runtime.server.http.api_error import invalid_value, response_not_found, unsupported_parameter
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.service import Service
 
@@ -24,7 +24,7 @@ def _stored(service: Service, request: Request) -> Mapping[str, Any]:
 async def show_response(service: Service, request: Request) -> Response:
     """Show a stored response."""
     if request.query_params.get("stream") == "true":
-        raise ApiError(400, "stream: a stored response cannot be streamed", "unsupported_parameter", param="stream")
+        raise unsupported_parameter("stream", "a stored response cannot be streamed")
     return JsonResponse(_stored(service, request)["response"])
 
 
@@ -42,13 +42,13 @@ async def list_input_items(service: Service, request: Request) -> Response:
     items = [_listed(item) for item in _stored(service, request)["input"]]
     order, limit = request.query_params.get("order", "desc"), _limit(request)
     if order not in ("asc", "desc"):
-        raise ApiError(400, "order: must be asc or desc", "invalid_value", param="order")
+        raise invalid_value("order", "must be asc or desc")
     if order == "desc":
         items.reverse()
     if after := request.query_params.get("after"):
         names = [item["id"] for item in items]
         if after not in names:
-            raise ApiError(400, f"after: the response has no item {after[:60]!r}", "invalid_value", param="after")
+            raise invalid_value("after", f"the response has no item {after[:60]!r}")
         items = items[names.index(after) + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -58,7 +58,7 @@ async def list_input_items(service: Service, request: Request) -> Response:
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", "20")
     if not (text.isascii() and text.isdecimal() and len(text) < 4 and 1 <= int(text) <= _LARGEST_PAGE):
-        raise ApiError(400, f"limit: must be 1 to {_LARGEST_PAGE}", "invalid_value", param="limit")
+        raise invalid_value("limit", f"must be 1 to {_LARGEST_PAGE}")
     return int(text)
 
 

@@ -59,9 +59,9 @@ def _conversation(service: Service, body: TokenizeRequest) -> list[int]:
 
 def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
-        return service.text_prompt(body.prompt, body.add_special_tokens)
+        return service.text_prompt(body.prompt, add_special=body.add_special_tokens)
     if body.content is not None:
-        return service.text_prompt(body.content, body.add_special, body.parse_special)
+        return service.text_prompt(body.content, add_special=body.add_special, allow_special=body.parse_special)
     return _conversation(service, body)
 
 

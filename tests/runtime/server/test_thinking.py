@@ -84,7 +84,7 @@ def test_a_budget_leaves_an_answer(looping: Served, fields: dict[str, Any], budg
     assert answer.status == 200, answer.body
     content, thought, calls, _ = joined(answer)
     assert content.strip() or calls
-    assert len(looping.service.text_prompt(thought, False)) <= min(budget, limit - limit // 4) + 1
+    assert len(looping.service.text_prompt(thought, add_special=False)) <= min(budget, limit - limit // 4) + 1
     if "regex" in fields:
         assert content == "Oslo."
     if fields.get("tool_choice"):
