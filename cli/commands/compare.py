@@ -15,6 +15,7 @@ from mycli.cli.output import Column
 from mycli.cli.replies.batch_file import MAX_LINE, parse_prompt
 from mycli.cli.reports.plot import Chart, Point, require_svg, write_charts
 from mycli.cli.text.progress import STEP_SECONDS, CpuContention, stages
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import open_input
@@ -75,6 +76,17 @@ def _built_in_prompts() -> "list[ComparedPrompt]":
     from mycli.runtime.diagnostics.prompts import QUESTIONS, STORIES
 
     return as_prompts([(text, text, []) for text in (*QUESTIONS, *STORIES)])
+
+
+def _require_alike(names: tuple[str, str], folders: list[ModelFolder], prompts: "list[ComparedPrompt]") -> None:
+    """Raise UsageError for models that read different tokens, or choose from different ones."""
+    from mycli.quant.evaluate import require_same_vocabulary
+
+    first, second = ([prompt.encode(folder.tokenizer()) for prompt in prompts] for folder in folders)
+    if first != second:
+        message = f"{names[0]} and {names[1]} render or tokenize the prompts differently"
+        raise UsageError(message, "compare related models")
+    require_same_vocabulary(folders[0].config, folders[1].config)
 
 
 def _replies(
@@ -176,16 +188,10 @@ def compare(
     opened = [open_generative(call, name) for name in names]  # before the first is loaded
     sources, folders = [source for source, _ in opened], [folder for _, folder in opened]
     conversations = _built_in_prompts() if prompts is None else _read_prompts(prompts)
-    encoded = [[prompt.encode(folder.tokenizer()) for prompt in conversations] for folder in folders]
-    if encoded[0] != encoded[1]:
-        raise UsageError(
-            f"{model} and {candidate} render or tokenize the prompts differently", "compare related models"
-        )
+    _require_alike(names, folders, conversations)  # before minutes of replies
     from mycli.quant.comparison import compare_replies, measure_divergence
-    from mycli.quant.evaluate import require_same_vocabulary
     from mycli.quant.layer_streaming import StreamedModel
 
-    require_same_vocabulary(folders[0].config, folders[1].config)  # before minutes of replies
     # One after the other and not together: two models that fit alone may not fit side by side.
     contention = CpuContention()
     reference, other = (_replies(call, name, engine, conversations, limit) for name in names)

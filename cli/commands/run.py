@@ -96,8 +96,9 @@ def run(
     sampling.check(call.out.warn)
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
+    formats = asdict(replace(grammar, schema=schema))
     if receipt is not None:
-        from mycli.cli.replies.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
+        from mycli.cli.replies.receipts import check_receipt, with_seed, write_receipt
 
         check_receipt(
             receipt,
@@ -141,14 +142,10 @@ def run(
         return ExitCode.OK
     recorded = None
     if not recording.no_record and beams is None:  # the tokens of a search are known at its end only
-        formats = asdict(replace(grammar, schema=schema))
         recorded = record_reply(generator, model, loading, config.template, formats, ids)
     reply = _reply(call, generator, ids, recorded, escapes, seconds)
     if receipt is not None:
-        reply_format = ReplyFormat(
-            schema, grammar.regex, grammar.json_mode, grammar.extra_properties, raw, reasoning.budget
-        )
-        write_receipt(receipt, generator, reply, loading, reply_format)
+        write_receipt(receipt, generator, reply, loading, formats)
     _check_complete(generator, [reply])
     return ExitCode.OK
 

@@ -1,7 +1,7 @@
 """Converts between the options of `mycli run` and the receipts that `mycli replay` reads."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +82,9 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 
 def write_receipt(
-    path: Path, generator: "Generator", reply: "Completion", loading: LoadFlags, reply_format: ReplyFormat
+    path: Path, generator: "Generator", reply: "Completion", loading: LoadFlags, formats: Mapping[str, Any]
 ) -> None:
+    """Write the receipt of `reply`; `formats`: the options of its grammar, with the text of the schema."""
     from mycli.runtime.diagnostics.receipt import Receipt, describe_program, file_hashes, template_hash
 
     opened = generator.loaded
@@ -94,7 +95,7 @@ def write_receipt(
         program=describe_program(opened),
         settings=_settings(opened, loading),
         sampling=reply.request.sampling,
-        format=asdict(reply_format),
+        format=asdict(ReplyFormat(**formats, raw=generator.raw, reasoning_budget=generator.reasoning_budget)),
         stops=generator.stops,
         limit=reply.request.limit,
         prompt=tuple(reply.request.prompt),
