@@ -131,14 +131,7 @@ class Guard:
             await send(message)
 
         try:
-            self._check_source(scope, headers)
-            if scope["method"] == "OPTIONS" and "origin" in headers:  # a CORS preflight, which carries no key
-                await Response(status_code=204, headers=_preflight(headers))(scope, receive, reply)
-                return
-            key = self._check(scope, headers)
-            state["share"] = self._share(key, headers)
-            with self._server.keys.counted(key) if key is not None and counted else nullcontext():
-                await self._app(scope, receive, reply)
+            await self._answer(scope, headers, receive, reply)
         except ApiError as error:
             await self._refuse(error, scope, receive, reply)
         except asyncio.CancelledError:  # the grace period is over
@@ -153,6 +146,16 @@ class Guard:
             self._server.requests -= counted
             if not state.get("forwarded"):  # the server that answered it has logged it, with its figures
                 self._log_request(scope, headers, status, arrived, time.perf_counter() - began)
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, reply: Send) -> None:
+        self._check_source(scope, headers)
+        if scope["method"] == "OPTIONS" and "origin" in headers:  # a CORS preflight, which carries no key
+            await Response(status_code=204, headers=_preflight(headers))(scope, receive, reply)
+            return
+        key = self._check(scope, headers)
+        scope["state"]["share"] = self._share(key, headers)
+        with self._server.keys.counted(key) if key is not None and scope["method"] == "POST" else nullcontext():
+            await self._app(scope, receive, reply)
 
     def _log_request(self, scope: Scope, headers: Headers, status: int, arrived: datetime, seconds: float) -> None:
         state = scope["state"]

@@ -78,7 +78,7 @@ def test_s2_every_list_has_a_limit(kind: type[Strict]) -> None:
 
 
 def test_s3_prompts_are_counted_before_they_are_tokenized(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Service, "text_prompt", lambda *_: pytest.fail("tokenized"))
+    monkeypatch.setattr(Service, "text_prompt", lambda *_, **options: pytest.fail("tokenized"))
     for prompts in (["a"] * 65, ["a"] * 100_000, [[5]] * 1000):
         answer = served.ask("POST", "/v1/completions", {"prompt": prompts, "max_tokens": 1})
         assert answer.status == 400 and "at most" in answer.error["message"]
@@ -194,7 +194,7 @@ def test_s6_a_request_that_is_prepared_counts_as_under_way(scripted: Scripted, m
     """Check that it gets the grace period after a signal."""
     at_work, go_on = threading.Event(), threading.Event()
 
-    def slow(*_: object) -> list[int]:
+    def slow(*_: object, **options: object) -> list[int]:
         at_work.set()
         go_on.wait(20)
         return [5]
@@ -223,7 +223,7 @@ def test_s6_after_the_grace_period_the_answer_is_still_json(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(Service, "text_prompt", lambda *_: go_on.wait(20) and [5])
+    monkeypatch.setattr(Service, "text_prompt", lambda *_, **options: go_on.wait(20) and [5])
     with scripted("a b c d") as served:
         answers: list[Any] = []
         asking = threading.Thread(
