@@ -3,20 +3,11 @@
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
-from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts import EXPERT_KEYS, read_dense_layers
 from mycli.runtime.models.families import glm4_moe
 from mycli.runtime.models.latent_layers import read_latent, with_latent_head
 from mycli.runtime.utils.json_fields import Fields
-
-
-def _dense_layers(raw: Fields, layers: int) -> frozenset[int]:
-    if not raw.has("mlp_layer_types"):
-        return frozenset(range(raw.integer("first_k_dense_replace", 1, low=0, high=layers)))
-    types = raw.array("mlp_layer_types", str, MAX_LAYERS)
-    if len(types) != layers or set(types) - {"dense", "sparse"}:
-        raise raw.fail("mlp_layer_types", f"must name dense or sparse for each of {layers} layers")
-    return frozenset(index for index, name in enumerate(types) if name == "dense")
 
 
 def read(raw: Fields) -> ModelConfig:
@@ -38,7 +29,8 @@ def read(raw: Fields) -> ModelConfig:
     )
     raw = with_latent_head(raw)
     fields = hf_config.common(raw, handled=("partial_rotary_factor", *EXPERT_KEYS))
-    mixture = replace(glm4_moe.read_experts(raw, fields["layers"]), dense=_dense_layers(raw, fields["layers"]))
+    layers = fields["layers"]
+    mixture = replace(glm4_moe.read_experts(raw, layers), dense=read_dense_layers(raw, layers, first=1))
     return ModelConfig(
         **fields,
         interleaved=raw.boolean("rope_interleave", True),
