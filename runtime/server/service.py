@@ -281,8 +281,8 @@ class Service(ServerState):
         least = body.min_tokens or 0
         most = reply_room(self.context, len(prompt)) if limit is None else limit
         if least > most:
-            message = f"min_tokens: {least} is more than the reply may have, {most}; lower it or raise max_tokens"
-            raise ApiError(400, message, "invalid_value", param="min_tokens")
+            cause = f"{least} is more than the reply may have, {most}; lower it or raise max_tokens"
+            raise invalid_value("min_tokens", cause)
         sampling, deadline = self.sampling(body) if beams is None else SamplingParams(), self.deadline(body)
         return Request(
             tuple(prompt),
