@@ -150,6 +150,7 @@ REASONS: Mapping[str, str] = {
     "several-streams": "layers read and write several residual streams",
     "expert-projections": "experts read a projection of the residual stream",
     "expert-inputs": "the weights of experts multiply their inputs",
+    "early-router": "the router reads the input of the layer, before attention",
     "routing-kind": "does not route by {scoring} scores",
     "activation": "the activation {activation} has no native code here",
     "norm-by-head": "each head has a norm of its own",

@@ -5,7 +5,7 @@ Windows are never padded: every token counts once.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -51,11 +51,21 @@ class ObservedBlock:
         others = [stream if final else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
+        self._early_routes: dict[int, Route] = {}  # those of a router that reads the layer's input
         # Inputs of the last product of a part: what leads to it runs once. In bf16, as reduced precision rounds them.
         self._kept: tuple[int, Tensor] | None = None
 
     def context(self, shared: PassContext, windows: slice) -> PassContext:
-        return shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
+        """Return the context of a batch of windows; first called before the batch leaves the first part."""
+        context = shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
+        if not self.block.early_router:
+            return context
+        if windows.start not in self._early_routes:
+            entering = self.streams[0][windows].to(self.block.norms[0].weight.device)
+            route = self.block.routed(entering, context).route
+            assert route is not None
+            self._early_routes[windows.start] = route
+        return replace(context, route=self._early_routes[windows.start])
 
     def keep(self, index: int, windows: slice, x: Tensor) -> None:
         """Keep the input of the last product of a part, if products round it."""

@@ -118,6 +118,12 @@ def gelu_multiply(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def relu_multiply(gate_up: Tensor) -> Tensor:
+    """ReLU(gate) * up; shapes as in `silu_multiply`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.relu(gate) * up
+
+
 def relu_square_multiply(gate_up: Tensor) -> Tensor:
     """ReLU(gate)^2 * up; shapes as in `silu_multiply`."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -125,6 +125,7 @@ ACTIVATION: Mapping[tuple[str, bool], Operation[[Tensor], Tensor]] = {
     ("gelu_tanh", True): Operation("GELU", (native_gelu_multiply, reference.gelu_multiply)),
     ("swiglu_clamped", True): Operation("clamped SwiGLU", (native_clamped_swiglu, reference.clamped_swiglu)),
     ("swiglu_halves", True): Operation("clamped SwiGLU of halves", (native_swiglu_halves, reference.swiglu_halves)),
+    ("relu", True): Operation("gated ReLU", (reference.relu_multiply,)),
     ("relu2", True): Operation("gated squared ReLU", (native_relu_square_multiply, reference.relu_square_multiply)),
     ("gelu_tanh", False): Operation("GELU without a gate", (native_gelu_tanh, reference.gelu_tanh)),
     ("gelu", False): Operation("exact GELU", (native_gelu, reference.gelu)),

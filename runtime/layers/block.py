@@ -1,6 +1,7 @@
 """One decoder layer: its parts in order, each a generator of products; see `LayerSpec`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
 from mycli.runtime.layers.weights import CheckpointWeights
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, PerLayerSpec, StreamsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
@@ -347,7 +349,18 @@ class Block(nn.Module):
         if isinstance(self.mixer, LatentAttention):
             self.mixer.freeze()
 
+    @property
+    def early_router(self) -> bool:
+        return isinstance(self.spec.mlp, ExpertsSpec) and self.spec.mlp.early_router
+
+    def routed(self, x: Tensor, context: PassContext) -> PassContext:
+        """Return the context of this layer's parts, for the residual stream x that enters the layer."""
+        if not (self.early_router and isinstance(self.mlp, Experts)):
+            return context
+        return replace(context, route=self.mlp.route(x.reshape(-1, x.shape[-1])))
+
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
+        context = self.routed(x, context)
         for part in self.parts:
             x = complete(part.steps(x, context))
         return x

@@ -108,6 +108,12 @@ class Experts(LayerPart):
         weighted = tokens * weight.to(tokens.dtype)
         return weighted if linear is self.gate_up[expert] else self._activate(self.gate_up[expert](weighted))
 
+    def route(self, tokens: Tensor) -> Route:
+        """Route `tokens` [tokens, hidden], the input of this part or, with `early_router`, of the layer."""
+        scores = self.router(normed(self.router_norm, tokens))
+        route = ROUTING(scores, self.spec.routing, self.correction)
+        return route if self.scales is None else route.scaled(self.scales)
+
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         tokens = x.reshape(-1, x.shape[-1])
         shared_output = None
@@ -116,9 +122,8 @@ class Experts(LayerPart):
             shared_output = normed(self.shared.output_norm, shared_output)
             if self.shared_gate is not None:
                 shared_output = ROW_WEIGHTS(shared_output, self.shared_gate(x))
-        scores = self.router(normed(self.router_norm, tokens))
-        route = ROUTING(scores, self.spec.routing, self.correction)
-        route = route if self.scales is None else route.scaled(self.scales)
+        route = context.route if self.spec.early_router else self.route(tokens)
+        assert route is not None
         entering = normed(self.expert_norm, tokens)
         expert_outputs = yield from self.route_tokens(route, entering if self.enter is None else self.enter(entering))
         weights = torch.ones_like(route.weights) if self.spec.weigh_inputs else route.weights

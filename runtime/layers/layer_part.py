@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.attention import AttentionContext
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 from mycli.runtime.layers.norm import make_norm, normed
@@ -26,13 +27,14 @@ class PassContext:
     """The state that all layers of a pass share.
 
     rope: tables of the new positions; attention: keys and values; per_layer_inputs: of a layer, [sequences, tokens,
-    width]; states: of recurrent layers.
+    width]; states: of recurrent layers; route: of the layer's experts, where the router reads the layer's input.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
     attention: AttentionContext
     per_layer_inputs: Callable[[int], Tensor] | None = None
     states: RecurrentStates = PromptStates()
+    route: Route | None = None
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from mycli.runtime.models.part_spec import ActivationName, InputSource, LinearSpec, MlpSpec, NormSpec, OutputRows, Shape
 
-# sigmoid_of_corrected: a correction bias is added to the logits. sparse_mixer (PhiMoE): two experts, each weighted by a
-# softmax over the logits that are close to its own.
+# sigmoid_of_corrected: experts are chosen by the logits, plus a correction bias if there is one. sparse_mixer (PhiMoE):
+# two experts, each weighted by a softmax over the logits that are close to its own.
 ScoringName = Literal["softmax", "sigmoid", "sigmoid_of_corrected", "sparse_mixer"]
 
 
@@ -76,6 +76,7 @@ class ExpertsSpec:
     enter: LinearSpec | None = None
     leave: LinearSpec | None = None
     normed_residual: bool = False  # as in `AttentionSpec`
+    early_router: bool = False  # the router reads the input of the layer, before its mixer (SmallThinker)
 
     @property
     def top_k(self) -> int:

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 Shape = tuple[int, ...]
 # xielu has parameters and no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate; swiglu_halves is the same
 # function of all rows of gate before those of up.
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_clamped", "swiglu_halves", "xielu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "swiglu_halves", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "ntk", "llama3", "yarn", "longrope", "proportional"]
 
 

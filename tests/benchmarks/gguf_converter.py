@@ -147,6 +147,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bitnet-tied-biases": {"attention_bias": False},
     "granite_swa-window7-thetas": {"layer_rope_theta": [0, 10000.0, 10000.0, 10000.0]},
     "granitemoe_swa-thetas-tied-biases": {"layer_rope_theta": [10000.0, 0, 10000.0]},
+    "smallthinker-layouts": {
+        **{"num_hidden_layers": 5, "rope_layout": [0, 1, 1, 1, 0], "sliding_window_layout": [0, 1, 1, 1, 0]},
+        "sliding_window_size": 4096,
+    },
     "solar_open": {"partial_rotary_factor": 1.0},  # as published; without it the converter writes .5
     "hunyuan_v1_moe-8top2": {"moe_intermediate_size": [88] * 3, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3},
 }
@@ -212,7 +216,7 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["moe_intermediate_size"] = None
     classes = {"minicpm": "MiniCPMForCausalLM", "exaone": "ExaoneForCausalLM"}
     classes |= {"bailing_moe": "BailingMoeV2ForCausalLM", "deepseek": "DeepseekForCausalLM"}
-    classes["maincoder"] = "MaincoderForCausalLM"
+    classes |= {"maincoder": "MaincoderForCausalLM", "smallthinker": "SmallThinkerForCausalLM"}
     classes["muse_glimmer_text"] = "MuseGlimmerForConditionalGeneration"
     if settings["model_type"] in classes:
         settings["architectures"] = [classes[settings["model_type"]]]

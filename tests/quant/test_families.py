@@ -104,6 +104,7 @@ KINDS = (
     *NAMED,
     *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", *ALIASES, *(CASES[case][0] for case in NAMED)})),
 )
+EARLY_ROUTER = "smallthinker-layouts-softmax-tied"  # an alias too, whose calibration is its own
 # These run end to end by default, the others with -m slow: norms everywhere, one norm for two parts, a scale of scores
 # and multipliers, no gate. Unusual norms are tested with AWQ, which folds scales into them.
 COPIED = (
@@ -236,7 +237,8 @@ def unpacked(copy: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in KINDS]
+    "case",
+    [EARLY_ROUTER, *(pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in KINDS)],
 )
 def test_calibration_observes_what_each_linear_gets(case: str, tmp_path: Path) -> None:
     reference = random_model(tmp_path, case)

@@ -27,6 +27,7 @@ from tests.support.norm_families import NORMS
 from tests.support.pruned_layers import prune
 from tests.support.published_names import normalize_head, publish_baichuan, publish_maincoder, publish_pangu
 from tests.support.recurrent_families import RECURRENT
+from tests.support.smallthinker import publish_smallthinker, restructure
 
 TOKENS = 40
 # Only the last case of each of these families runs by default, the others with -m slow.
@@ -51,6 +52,7 @@ ALIASES = {
     "nemotron-nas": "llama",
     "sarvam_mla": "deepseek_v3",
     "sarvam_moe": "glm4_moe",
+    "smallthinker": "mixtral",
     "telechat3": "llama",
 }
 # What gives files of these the names of published ones, and returns their config.
@@ -63,6 +65,7 @@ PUBLISHED = {
     "maincoder": publish_maincoder,
     "sarvam_mla": publish_sarvam,
     "sarvam_moe": publish_bailing,
+    "smallthinker": publish_smallthinker,
 }
 # Keys that the reference needs and the published config lacks.
 REFERENCE_KEYS = {"minicpm": MULTIPLIERS.keys()}
@@ -102,6 +105,8 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     reference = create(config, attn_implementation="eager").float().eval()
     if model_type == "nemotron-nas":
         prune(reference)
+    if model_type == "smallthinker":
+        restructure(reference)
     enliven(reference)
     if model_type == "deepseek":
         without_shared_gates(reference)

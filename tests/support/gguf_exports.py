@@ -20,6 +20,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "llama4-chunk16-4top1": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "exaone4-window7": {"num_hidden_layers": 64},
+    "smallthinker-layouts-softmax-tied": {
+        **{"num_hidden_layers": 5, "rope_layout": [0, 1, 1, 1, 0], "sliding_window_layout": [0, 1, 1, 1, 0]},
+        "sliding_window_size": 4096,
+    },
     "cohere-head-norms": {"num_hidden_layers": 64},
     "gemma2-window7-tied": {"query_pre_attn_scalar": 16},
     "gemma3-window7-tied": {"query_pre_attn_scalar": 16},
@@ -196,6 +200,8 @@ NAMES = (
     "gemma4_unified-tied",
     "apertus-llama3",
     "apertus-tied-biases",
+    "smallthinker-rotating-untied",
+    "smallthinker-layouts-softmax-tied",
 )
 # Families that are read alone: llama.cpp computes other logits for every one of their models.
 READ_ALONE = ("phimoe",)

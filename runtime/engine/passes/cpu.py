@@ -183,17 +183,26 @@ class CpuLayers:
 
     def __init__(self, library: Native, blocks: Iterable[Block]) -> None:
         self.declined: dict[str, Declined] = {}  # parts that run product by product, by name of the module's class
-        self._pieces: list[_NativeRun | BlockPart] = []
+        self._pieces: list[_NativeRun | Block | BlockPart] = []
         run: list[_NativePart] = []
-        for part in (part for block in blocks for part in block.parts):
-            native = native_part(part)
-            if not isinstance(native, Declined):
-                run.append(_NativePart(native, part))
+        for piece in self._parts(blocks):
+            if isinstance(piece, _NativePart):
+                run.append(piece)
                 continue
-            self.declined.setdefault(type(part).__name__, native)
-            self._pieces += [_NativeRun(library, tuple(run)), part] if run else [part]
+            self._pieces += [_NativeRun(library, tuple(run)), piece] if run else [piece]
             run = []
         self._pieces += [_NativeRun(library, tuple(run))] if run else []
+
+    def _parts(self, blocks: Iterable[Block]) -> Iterator[_NativePart | Block | BlockPart]:
+        """Yield the parts of all layers; a layer whose router reads its input comes before its parts."""
+        for block in blocks:
+            if block.early_router:
+                yield block
+            for part in block.parts:
+                native = native_part(part)
+                if isinstance(native, Declined):
+                    self.declined.setdefault(type(part).__name__, native)
+                yield part if isinstance(native, Declined) else _NativePart(native, part)
 
     def takes(self, rows: int) -> bool:
         """Return whether native code is faster for a pass of `rows` rows."""
@@ -219,7 +228,10 @@ class CpuLayers:
             if context is None:
                 batch = Batch.of(chunks, cache.block_size, x.device)
                 context = pass_context(batch, rope, cache, per_layer_inputs)
-            x = complete(piece.steps(x, context))
+            if isinstance(piece, Block):
+                context = piece.routed(x, context)
+            else:
+                x = complete(piece.steps(x, context))
         return x
 
 

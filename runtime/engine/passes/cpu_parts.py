@@ -334,6 +334,8 @@ def _experts(part: Experts) -> CExpertsPart:
     require_native(decline_native_routing(spec.routing))
     if spec.weigh_inputs:
         raise NotNativeError(Declined("expert-inputs"))
+    if spec.early_router:
+        raise NotNativeError(Declined("early-router"))
     if part.enter is not None:
         raise NotNativeError(Declined("expert-projections"))
     shared = part.shared

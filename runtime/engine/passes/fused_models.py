@@ -76,6 +76,8 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
         return Declined("activation-kind")
     if spec.weigh_inputs:
         return Declined("expert-inputs")
+    if spec.early_router:
+        return Declined("early-router")
     if (declined := decline_routing(spec.routing)) is not None:
         return declined
     if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):

@@ -40,6 +40,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid-8top3": {"qk_rope_head_dim": 32, "num_experts": 32},
     "gemma3n-sparse-shared-kv": {"vocab_size_per_layer_input": 4096, "head_dim": 32, "laurel_rank": 32},
     "diffllama-gqa4:2": {},
+    "smallthinker-layouts-softmax-tied": {"head_dim": 32, "intermediate_size": 64, "num_local_experts": 32},
     "doge-gqa4:2-window7-tied-biases": {"head_dim": 32},
 }
 BF16: tuple[KvDtype, ...] = ("auto", "int8", "int4")

@@ -266,7 +266,8 @@ def test_every_generative_model_of_transformers_runs_or_is_refused_with_a_reason
 NO_DEFAULTS = {"bos_token_id", "eos_token_id", "max_position_embeddings", "original_max_position_embeddings"}
 NO_DEFAULTS |= {"num_key_value_heads", "rope_parameters"}
 # Published with code of their own, whose defaults are not those of the class that transformers computes them as.
-OTHER_DEFAULTS = {"PanguEmbedded", "bailing_moe", "deepseek", "maincoder", "sarvam_mla", "sarvam_moe", "telechat3"}
+OTHER_DEFAULTS = {"PanguEmbedded", "bailing_moe", "deepseek", "maincoder", "sarvam_mla", "sarvam_moe", "smallthinker"}
+OTHER_DEFAULTS |= {"telechat3"}
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 

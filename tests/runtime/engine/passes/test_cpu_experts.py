@@ -61,6 +61,13 @@ def test_experts_have_the_bits_of_their_steps(
     ]
 
 
+def test_routers_that_read_the_input_of_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is native, experts are not, and the router runs before both."""
+    model_type, changes = CASES["smallthinker-layouts-softmax-tied"]
+    make(tmp_path, model_type, {**WIDE, **changes, **HEAD, "intermediate_size": 64})
+    assert same_as_by_steps(load_bf16(tmp_path), "bf16", monkeypatch) == len(PASSES) * 3 * ["attention", "|"]
+
+
 @pytest.mark.parametrize("changed", ("expert", "bias", "shape", "parts"))
 def test_experts_of_other_layouts(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run experts of one layout in one call and others product by product, with the same bits."""
