@@ -15,7 +15,7 @@ _WINDOW_KEY = GgufKey(
     "sliding_window_size",
     write=lambda config: next((window for window in config.windows if window is not None), 0),
 )
-_WINDOW, _PERIOD = 4096, 4  # of every file with the key, whatever its value is
+_WINDOW, _PERIOD = 4096, 4  # what llama.cpp computes for a file with the key, whatever its value is
 
 
 def _slides(layer: int) -> bool:
