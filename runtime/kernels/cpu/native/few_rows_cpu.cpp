@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) void sum_segment(CodeStreams<B, N> codes, 
             U code[N];
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) code[n] = four_of<B>(codes.at(n), q, half);
-#pragma GCC unroll 5
+#pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 int32_t two[2];
                 memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
@@ -43,7 +43,7 @@ inline __attribute__((always_inline)) void sum_segment(CodeStreams<B, N> codes, 
             }
         }
     }
-#pragma GCC unroll 5
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) {
@@ -58,7 +58,7 @@ template <int M, int N> struct Totals {
 
     // Adds the sums of a span, of row block n, whose units have index `place`.
     void add_span(const Sums<M, N>& sums, int n, const Floats* scale, const Bytes& x, int64_t place) {
-#pragma GCC unroll 5
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
@@ -66,7 +66,7 @@ template <int M, int N> struct Totals {
                                         spread_lanes(x.units.unit[place + m]), of[part][m][n]);
     }
     void add_offsets(int n, const Floats* offset, const Bytes& x, int64_t place) {
-#pragma GCC unroll 5
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
@@ -131,7 +131,7 @@ template <int B, int M, int N> __attribute__((noinline)) void rows_levels(const 
                     for (int n = 0; n < N; n++) {
                         I levels;
                         for (int j = 0; j < WIDTH / 4; j++) levels[j] = level[(s + n * codes.groups) * ROWS + half * (WIDTH / 4) + j];
-#pragma GCC unroll 5
+#pragma GCC unroll 8
                         for (int m = 0; m < M; m++) whole[m][n] += sum[m][n] * levels;
                     }
                 }

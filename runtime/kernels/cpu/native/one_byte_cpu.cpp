@@ -28,7 +28,7 @@ inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& 
     const int32_t* const start = x.units.sum + place;
     const int8_t* const at = x.bytes + input;
     const auto each = [](auto use) __attribute__((always_inline)) {
-#pragma GCC unroll 5
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) use(m, n);
@@ -58,12 +58,12 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
     Floats total[PARTS][M][N] = {};
     SpanScales<N> scales(w, row_block, byte_cut_of(w).span, codes.groups);
     const auto add = [&](int part, int64_t place, const Floats (&span)[M][N]) {
-#pragma GCC unroll 5
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) total[part][m][n] = add_byte_span(span[m][n], scales.now[n].scale[part], total[part][m][n]);
         if (w.offsets)
-#pragma GCC unroll 5
+#pragma GCC unroll 8
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
                 for (int n = 0; n < N; n++)
@@ -124,7 +124,8 @@ template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, co
 // tiles are lower than those of words.
 struct OneBytePanel {
     static constexpr int PER_STEP = 4;
-    static constexpr int64_t INPUTS_HELD = 2048;  // 64 KiB of codes with 32 outputs, which are read ahead from the L2 cache
+    // With 32 outputs 64 KiB of codes, which are read ahead from the L2 cache, or 32 KiB, which the 48 KiB of Zen 5's L1 cache hold.
+    static constexpr int64_t INPUTS_HELD = ZEN5 ? 1024 : 2048;
     static constexpr bool FOLDS = false, LEVELED = false;
 
     template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {

@@ -65,13 +65,16 @@ enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
 constexpr int64_t SUPER_BLOCK = 256;  // inputs that share a factor of their scales
 constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a panel's stream
-// The same for few rows, which do little work per byte; BYTE_CODES_AHEAD: of codes of 8 bits, which Zen 4 (bf16 dot products without
-// AVX-VNNI) reads faster without.
-#if defined(BF16_DOT) && !defined(__AVXVNNI__)
-constexpr int64_t FAR_AHEAD = 4096, BYTE_CODES_AHEAD = 0;
+// AMD's processors with bf16 dot products: Zen 5 has AVX-VNNI.
+#if defined(BF16_DOT) && defined(__AVXVNNI__)
+constexpr bool ZEN4 = false, ZEN5 = true;
+#elif defined(BF16_DOT)
+constexpr bool ZEN4 = true, ZEN5 = false;
 #else
-constexpr int64_t FAR_AHEAD = 8192, BYTE_CODES_AHEAD = FAR_AHEAD;
+constexpr bool ZEN4 = false, ZEN5 = false;
 #endif
+// The same for few rows, which do little work per byte; BYTE_CODES_AHEAD: of codes of 8 bits, which Zen 4 reads faster without.
+constexpr int64_t FAR_AHEAD = ZEN4 ? 4096 : 8192, BYTE_CODES_AHEAD = ZEN4 ? 0 : FAR_AHEAD;
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
