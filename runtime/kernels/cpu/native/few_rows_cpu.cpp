@@ -156,15 +156,16 @@ template <int B, int M, int N> void few_rows_of(const Weight& w, int64_t row_blo
 }
 
 // Calls the instance for `rows` of 1 to M.
-template <int B, int M> void of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
+template <int B, int M> void of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y) {
     if constexpr (M > 1)
-        if (rows < M) return of_count<B, M - 1>(w, row_block, x, rows, y);
-    each_at_once<B, M>(w, row_block, y, [&](auto at_once, int64_t at, float* to) { few_rows_of<B, M, at_once.value>(w, at, x, to); });
+        if (rows < M) return of_count<B, M - 1>(w, row_block, x, rows, once, y);
+    once = once && M < PART;  // 16-bit integers: products limit as many rows
+    each_at_once<B, M>(w, row_block, once, y, [&](auto at_once, int64_t at, float* to) { few_rows_of<B, M, at_once.value>(w, at, x, to); });
 }
 
 }  // namespace
 
-void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
-    by_bits(w, [&](auto bits) { of_count<bits.value, PART>(w, row_block, x, rows, y); });
+void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y) {
+    by_bits(w, [&](auto bits) { of_count<bits.value, PART>(w, row_block, x, rows, once, y); });
 }
 #endif

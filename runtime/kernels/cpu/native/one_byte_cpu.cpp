@@ -107,10 +107,10 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
 }
 
 // Calls the instance for `rows` of 1 to M.
-template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
+template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y) {
     if constexpr (M > 1)
-        if (rows < M) return few_of_count<B, M - 1>(w, row_block, x, rows, y);
-    each_at_once<B, M>(w, row_block, y, [&](auto at_once, int64_t at, float* to) {
+        if (rows < M) return few_of_count<B, M - 1>(w, row_block, x, rows, once, y);
+    each_at_once<B, M>(w, row_block, once, y, [&](auto at_once, int64_t at, float* to) {
         if (byte_cut_of(w).segment < INPUTS) few_byte_rows_of<B, M, at_once.value, FOURS / 2>(w, at, x, to);
         else few_byte_rows_of<B, M, at_once.value, FOURS>(w, at, x, to);
     });
@@ -349,8 +349,8 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
 }  // namespace
 
 #if WIDTH
-void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
-    by_bits(w, [&](auto bits) { few_of_count<bits.value, PART>(w, row_block, x, rows, y); });
+void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y) {
+    by_bits(w, [&](auto bits) { few_of_count<bits.value, PART>(w, row_block, x, rows, once, y); });
 }
 #endif
 

@@ -27,9 +27,10 @@ constexpr int ALONG = SIDE * ROWS;
 }  // namespace
 
 // y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART rows of integers with adjacent units. Those of row
-// blocks after the last are undefined. Defined in few_rows_cpu.cpp; for 8-bit activations in one_byte_cpu.cpp.
-void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y);
-void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y);
+// blocks after the last are undefined. `once`: no other rows read these codes. Defined in few_rows_cpu.cpp; for 8-bit activations in
+// one_byte_cpu.cpp.
+void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
+void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
 
 namespace {
 
@@ -37,11 +38,15 @@ namespace {
 // it is the limit of few rows and long codes.
 template <int B, int M> constexpr int AT_ONCE = 4 * M > STORED<B> ? SIDE : 1;
 
-// Calls use(AT_ONCE, row block, its results) for SIDE row blocks from `row_block`.
-template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t row_block, float* y, Use use) {
-    constexpr int N = AT_ONCE<B, M>;
-    for (int n = 0; n < SIDE && row_block + n < blocks_of(w.rows); n += N)
-        use(std::integral_constant<int, N>(), row_block + n, y + n * ROWS);
+// Calls use(how many row blocks, the first, its results) for SIDE row blocks from `row_block`. On Zen 5 memory limits every number of
+// rows that reads the codes once.
+template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t row_block, bool once, float* y, Use use) {
+    const auto each = [&](auto at_once) {
+        for (int n = 0; n < SIDE && row_block + n < blocks_of(w.rows); n += at_once.value) use(at_once, row_block + n, y + n * ROWS);
+    };
+    constexpr bool PARTED = !ZEN5 || 2 * M > PART;  // rows of several parts may be as few
+    if (!PARTED || (ZEN5 && once)) return each(std::integral_constant<int, 1>());
+    if constexpr (PARTED) each(std::integral_constant<int, AT_ONCE<B, M>>());
 }
 
 // The codes of N row blocks side by side, read block by block.
@@ -234,7 +239,7 @@ public:
                 for (int64_t p = 0; p < parts; p++) {
                     const int64_t start = product.count * p / parts, count = product.count * (p + 1) / parts - start;
                     float part[PART * ALONG];
-                    (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first + start), count, part);
+                    (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first + start), count, parts == 1, part);
                     for (int64_t m = 0; m < count; m++) store_row(product.y, BF16, (start + m) * product.stride + n * ROWS, part + m * ALONG, width);
                 }
             }
