@@ -72,24 +72,33 @@ def choose_widths(
     target = work.recipe.target_bpw
     assert target is not None
     copy = plan_low_copy(work, placement.device.type == "cuda")
-    shares = copy_shares(copy, folder, placement, work.need.at_once, progress)
+    balances = copy.recipe.needs_data  # as the result: methods without data balance nothing
+    shares = copy_shares(copy, folder, placement, work.need.at_once, progress, balances=balances)
     return replace(work.recipe, widths=allocate(shares, target, copy.recipe.bits))
 
 
 def copy_shares(
-    copy: QuantizationPlan, target: Path, placement: Placement, at_once: int, progress: ReportProgress
+    copy: QuantizationPlan,
+    target: Path,
+    placement: Placement,
+    at_once: int,
+    progress: ReportProgress,
+    *,
+    balances: bool,
 ) -> list[Share]:
-    """Return what each product's rounding adds to the loss, measured on a temporary copy of one low width."""
+    """Return what each product's rounding adds to the loss, measured on a temporary copy of one low width.
+
+    balances: outlying columns are rescaled in the result, so also in the copy; a GGUF file has none.
+    """
     # The copy lies next to `target`. That of a killed run is removed by the next one for the same target.
     with Staging(target.with_name(f"{target.name[:100]}.widths"), 0) as temporary:
-        # Balanced weights could not be compared with the original's, and a GGUF file of a given size has none.
-        quantize(copy, temporary.folder / "low", placement, progress=progress, balances=False)
+        quantize(copy, temporary.folder / "low", placement, progress=progress, balances=balances)
         trim_heap(mmap_threshold=4 << 20)
         windows = copy.calibration(copy.recipe.samples, copy.recipe.seed).windows
         chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
         folders = (copy.folder, open_model_folder(temporary.folder / "low"))
         original, rounded = (StreamedModel(folder, placement, at_once) for folder in folders)
-        return measure_shares(original, rounded, windows[chosen], progress)
+        return measure_shares(original, rounded, windows[chosen], progress, balanced=balances)
 
 
 def quantize(

@@ -76,7 +76,7 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
     bits = low_width(8 * recipe.target_size / config.parameters(), _GROUP)
     low = Recipe(bits=bits, group=_GROUP, samples=min(recipe.samples, COPY_WINDOWS), seq=recipe.seq, seed=recipe.seed)
     copy = plan_quantization(work.source, low, work.text, folder=work.folder, report="none")
-    shares = pipeline.copy_shares(copy, target, placement, work.need.at_once, progress)
+    shares = pipeline.copy_shares(copy, target, placement, work.need.at_once, progress, balances=False)
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []

@@ -16,6 +16,7 @@ from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
+from mycli.quant.solving.column_balance import balance
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.attention import PromptAttention
@@ -88,9 +89,17 @@ def spend_bytes(
 
 
 def measure_shares(
-    model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress = silent
+    model: StreamedModel,
+    low: StreamedModel,
+    windows: Tensor,
+    progress: ReportProgress = silent,
+    *,
+    balanced: bool = False,
 ) -> list[Share]:
-    """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width."""
+    """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width.
+
+    balanced: the outlying columns of `low` were balanced.
+    """
     config = model.config
     context = model.context(windows.shape[1])
     exact = replace(context, attention=PromptAttention())
@@ -99,6 +108,8 @@ def measure_shares(
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
+        if balanced:  # the same factors, so that the weights can be compared
+            balance(original, model.stored_dtype)
         rounded = {product: linear.weight().requires_grad_() for product, linear in block.products.items()}
         for rows in model.batches(stream):
             x = stream[rows].clone().to(model.placement.device).requires_grad_()

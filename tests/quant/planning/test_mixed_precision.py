@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mycli.cli.main import main
 from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import copy_shares, quantize
+from mycli.quant.pipeline import choose_widths, copy_shares, quantize
 from mycli.quant.planning import mixed_precision as allocate
 from mycli.quant.planning.mixed_precision import Share
 from mycli.quant.planning.plan import plan_quantization
@@ -34,8 +34,9 @@ def share(loss: float, weights: int = 1000) -> Share:
     return Share(weights, sizes, {bits: loss * 4.0 ** (3 - bits) for bits in BITS})
 
 
-def test_the_loss_of_outlying_columns_counts(tmp_path: Path) -> None:
-    """No copy balances them, since balanced weights could not be compared with the original's."""
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """The path of `pico-draft` with large gains in its first layer, and small columns behind them."""
     shutil.copytree(DRAFT, tmp_path / "planted")
     weights = tmp_path / "planted" / "model.safetensors"
     weights.chmod(0o644)
@@ -44,13 +45,28 @@ def test_the_loss_of_outlying_columns_counts(tmp_path: Path) -> None:
     for name in ("gate", "up"):
         tensors[f"{layer}mlp.{name}_proj.weight"][:, ::8] /= 64
     save_file(tensors, weights, metadata={"format": "pt"})
-    losses = []
-    for folder in (DRAFT, tmp_path / "planted"):
+    return tmp_path / "planted"
+
+
+def test_the_loss_of_outlying_columns_counts_unless_they_are_balanced(tmp_path: Path, planted: Path) -> None:
+    def losses(folder: Path, balances: bool) -> list[float]:
         recipe = Recipe("gptq", 4, 32, samples=8, seq=32)
         copy = plan_quantization(Source("draft", folder), recipe, report="none")
-        shares = copy_shares(copy, tmp_path / f"low-{folder.name}", CPU, 4, silent)
-        losses.append(sum(share.loss[4] for share in shares))
-    assert losses[1] > 3 * losses[0]
+        shares = copy_shares(copy, tmp_path / "low", CPU, 4, silent, balances=balances)
+        return [share.loss[3] for share in shares]
+
+    plain = losses(DRAFT, True)
+    assert sum(losses(planted, False)) > 3 * sum(plain)
+    assert losses(planted, True) == pytest.approx(plain, rel=0.1)
+
+
+def test_widths_are_chosen_for_the_balanced_model(tmp_path: Path, planted: Path) -> None:
+    recipe = Recipe("gptq", group=32, target_bpw=3.9, samples=8, seq=32)
+    plain, chosen = (
+        choose_widths(plan_quantization(Source("draft", folder), recipe, report="none"), CPU, tmp_path / "out")
+        for folder in (DRAFT, planted)
+    )
+    assert chosen.widths == plain.widths
 
 
 def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
