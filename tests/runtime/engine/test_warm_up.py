@@ -1,6 +1,8 @@
 """Test that the passes of later requests were launched and captured before, and that a warm-up leaves no trace."""
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine import warm_up
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
@@ -92,6 +95,22 @@ def test_no_request_captures_a_pass_or_changes_its_reply() -> None:
     alone = {shape for shape in warm.step.shapes if shape[0] == 1 or shape[1] == 1}
     assert alone <= shapes and cold.captures > 0
     assert warm.engine.stats.prefix_hits == cold.engine.stats.prefix_hits
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (3, 3), (64, 4)])
+def test_kernels_are_compiled_by_a_thread_for_each_core_but_not_by_many(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+
+    def pool(count: int, initializer: Callable[..., None], initargs: tuple[torch.device]) -> ThreadPoolExecutor:
+        counts.append(count)
+        return ThreadPoolExecutor(count, initializer=initializer, initargs=initargs)
+
+    monkeypatch.setattr(warm_up, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(warm_up, "cpu", lambda: SimpleNamespace(cores=cores))
+    warm_up_passes(Served(running=1).engine, [])
+    assert counts == [threads]
 
 
 def test_nothing_is_done_where_nothing_is_compiled_or_requests_run() -> None:

@@ -29,6 +29,7 @@ from tests.support.engines import whole
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import chosen
+from tests.support.published import published
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
 CACHES = (torch.float32, torch.bfloat16, torch.int8, PACKED)
@@ -153,3 +154,9 @@ def test_blocks_of_fp8_as_published(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.kv_b_proj" in folder.packings
     found = whole(load_model(folder, FP32).model, tokens)
     assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()  # packed products round activations
+
+
+def test_the_memory_model_counts_the_values_of_a_backward_pass() -> None:
+    """DeepSeek-V3: two inputs, queries of 192 values and expanded keys and values of 128 in each of 128 heads."""
+    spec = next(layer.latent for layer in published("DeepSeek-V3").layer_specs if layer.latent is not None)
+    assert spec.training_values() == 2 * (1536 + 576) + 128 * (6 * 192 + 4 * (128 + 128) + 3 * 128)

@@ -9,6 +9,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.models.recurrent_spec import KimiDeltaSpec
 from tests.support.families import CASES, make
+from tests.support.published import published
 
 
 @pytest.mark.parametrize("case", ["kimi_linear-8top3", "bailing_hybrid-8top3"])
@@ -20,3 +21,38 @@ def test_the_memory_model_counts_the_operands_of_kimi_delta_attention(case: str,
     part = make_mixer(spec, 0)
     outputs = sum(linear.out_features for linear in part.modules() if isinstance(linear, Linear))
     assert spec.forward_values() == outputs + sum(part.widths) + (2 * 3 + 1 + 1) * spec.width
+
+
+# Values per token: of a pass, of a drafted token until it is accepted, and of a forward and backward pass. Per line of
+# a pass: projected, convolved, in fp32, read and gated, projected.
+COUNTS = {
+    "Qwen3.5-9B": (
+        (8192 + 4096 + 2 * 32) + 8192 + 2 * (2 * 16 * 128) + 2 * 4096 + 4096,
+        8192 + 4096 + 2 * 32,
+        6 * 32 * (64 + 3 * 128) + 2 * 4 * 8192,
+    ),
+    "Qwen3-Next-80B-A3B": (  # reordered after the projection
+        2 * (12288 + 64) + 8192 + 2 * (2 * 16 * 128) + 2 * 4096 + 2048,
+        12288 + 64,
+        6 * 32 * (64 + 3 * 128) + 2 * 4 * 8192,
+    ),
+    "Kimi-Linear-48B": (
+        (3 * 4096 + 32 + 2 * 128 + 2 * 4096) + 32 + 4096 + 3 * 4096 + 2 * (3 * 4096) + 2 * 4096 + 2304,
+        3 * 4096 + 32 + 4096,
+        6 * 32 * (16 + 3 * 128) + 4 * 16 * 4096 + 2 * 4 * 3 * 4096,
+    ),
+    "LFM2-1.2B": (3 * 2048 + 3 * 2048 + 2048, 2048, 2 * 3 * 2048),
+    "Nemotron-H-8B": (
+        18560 + 10240 + 2 * (2 * 8 * 128 + 2 * 128) + 2 * 8192 + 4096,
+        18560,
+        4 * 128 * (64 + 2 * 128 + 64) + 2 * 4 * 10240,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_memory_model_counts_the_values_of_published_layers(name: str) -> None:
+    spec = next(layer.recurrent for layer in published(name).layer_specs if layer.recurrent is not None)
+    forward, draft, backward = COUNTS[name]
+    assert (spec.forward_values(), spec.draft_values()) == (forward, draft)
+    assert spec.training_values() == 2 * forward + backward

@@ -2,8 +2,10 @@
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import cycle
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,25 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cpu import NATIVE_ROWS
 from mycli.runtime.engine.passes.cpu_parts import native_part
 from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.cpu.layer import MAX_PRODUCTS
 from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.feed_forward import Experts, Mlp
-from mycli.runtime.layers.linear import dense_matmul
+from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.part_spec import (
+    DifferentialSpec,
+    GateSpec,
+    KeyBiasSpec,
+    LinearSpec,
+    NormSpec,
+)
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.families import CASES, make
@@ -88,6 +99,78 @@ def test_parallel_parts_with_a_norm_each_are_declined(case: str, tmp_path: Path)
     make(tmp_path, model_type, {**WIDE, **changes})
     (part,) = next(load_bf16(tmp_path).model.layers()).parts
     assert native_part(part) == Declined("parallel-norms")
+
+
+Change = Callable[[Any, pytest.MonkeyPatch], None]
+
+
+def field(name: str, value: object) -> Change:
+    return lambda part, patch: patch.setattr(part, "spec", replace(part.spec, **{name: value}))
+
+
+def attribute(path: str, value: object) -> Change:
+    owner, _, name = path.rpartition(".")
+    return lambda part, patch: patch.setattr(attrgetter(owner)(part) if owner else part, name, value)
+
+
+LINEAR, NORM, FP32_ROW = LinearSpec("linear", 4, 128), NormSpec("norm", 128, 1e-6), torch.ones(128)
+CHANGES: Mapping[str, tuple[type[Any], Change, Declined]] = {
+    "clip": (Attention, field("clip", 8.0), Declined("clipped-attention", {"clip": 8.0})),
+    "gate": (Attention, field("gate", GateSpec(LINEAR)), Declined("attention-gate", {"linear": "linear"})),
+    "differential": (
+        Attention,
+        field("differential", DifferentialSpec(("a", "b", "c", "d"), 0.5)),
+        Declined("differential-attention"),
+    ),
+    "key-bias": (Attention, field("key_bias", KeyBiasSpec(LINEAR, "rate")), Declined("key-biases")),
+    "narrow-values": (Attention, field("value_dim", 16), Declined("attention-values")),
+    "scaled-values": (Attention, field("value_scale", 2.0), Declined("attention-values")),
+    "normed-outputs": (Attention, field("inner_norm", NORM), Declined("attention-values")),
+    "odd-heads": (
+        Attention,
+        field("head_dim", 24),
+        Declined("vector-multiple", {"field": "head_dim", "count": 24, "multiple": 16}),
+    ),
+    "norms-by-head": (Attention, attribute("q_norm.spec", replace(NORM, heads=2)), Declined("norm-by-head")),
+    "fp64-gain": (Mlp, attribute("norm.weight", FP32_ROW.double()), Declined("gain-dtype", {"dtype": "torch.float64"})),
+    "strided-gain": (
+        Mlp,
+        attribute("norm.weight", torch.ones(256)[::2]),
+        Declined("gain-dtype", {"dtype": "torch.float32"}),
+    ),
+    "normed-inner": (Mlp, field("inner_norm", NORM), Declined("mlp-norm")),
+    "threshold": (Mlp, field("sparsity", 0.5), Declined("gate-threshold")),
+    "gain-of-sum": (Mlp, attribute("gain", FP32_ROW), Declined("residual-gains")),
+    "fp32-scalar": (Mlp, attribute("scalar", torch.ones(1)), Declined("scalar-dtype", {"dtype": "torch.float32"})),
+    "fp32-bias": (Mlp, attribute("down.bias", FP32_ROW), Declined("bias-dtype", {"dtype": "torch.float32"})),
+    "no-product": (Mlp, attribute("down.matmuls", ()), Declined("product-parts", {"count": 0, "most": MAX_PRODUCTS})),
+    "many-products": (
+        Mlp,
+        attribute("down.matmuls", (None,) * (MAX_PRODUCTS + 1)),
+        Declined("product-parts", {"count": MAX_PRODUCTS + 1, "most": MAX_PRODUCTS}),
+    ),
+    "weighed-inputs": (Experts, field("weigh_inputs", True), Declined("expert-inputs")),
+    "projections": (Experts, attribute("enter", Linear((LINEAR,))), Declined("expert-projections")),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    need_native_code()
+    model_type, changes = CASES["qwen3_moe-every-other-normalized-tied"]
+    make(folder := tmp_path_factory.mktemp("mixture"), model_type, {**WIDE, **changes, **HEAD})
+    return load_bf16(folder)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_that_native_code_does_not_take_is_declined(
+    change: str, mixture: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, changed, declined = CHANGES[change]
+    part = next(part for part in mixture.model.modules() if isinstance(part, kind))
+    assert not isinstance(native_part(part), Declined)
+    changed(part, monkeypatch)
+    assert native_part(part) == declined
 
 
 def test_sinks_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
