@@ -16,6 +16,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_store import PIECE, PrefixStore, StoredPiece, StoredPrefix
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine import disk_prefix_cache
 from mycli.runtime.engine import scheduler as restore
 from mycli.runtime.engine.disk_prefix_cache import identity
 from mycli.runtime.engine.engine import Engine
@@ -265,6 +266,24 @@ def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> N
     )
     others += [identity(replace(folder, config=stretched), plain, context) for context in (128, 256)]
     assert len({first, *others}) == 1 + len(others)
+
+
+def test_an_identity_is_of_all_source_files_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_model_folder(PICO)
+    runner, engine = load_model(folder, Placement(CPU, torch.float32)), tmp_path / "engine"
+    monkeypatch.setattr(disk_prefix_cache, "__file__", str(engine / "disk_prefix_cache.py"))
+    engine.mkdir()
+    identities = [identity(folder, runner, 128)]
+    for name in ("models.py", "engine/models.py", "kernels.cpp", "kernels.h"):
+        for content in ("one", "two"):
+            (tmp_path / name).write_text(content)
+            identities.append(identity(folder, runner, 128))
+    assert len(set(identities)) == len(identities)
+    for name in ("models.pyc", "engine/log.txt", "README.md"):
+        (tmp_path / name).write_text("one")
+    assert identity(folder, runner, 128) == identities[-1]
+    (tmp_path / "models.py").rename(tmp_path / "families.py")
+    assert identity(folder, runner, 128) not in identities
 
 
 class Lists:

@@ -169,6 +169,15 @@ def test_documents_that_are_no_text_are_refused(source: Any) -> None:
         spec({"role": "user", "content": [{"type": "document", "source": source}]})
 
 
+def thinks(text: str, *blocks: Any) -> Any:
+    said = {"type": "text", "text": "Hm."}
+    return {"role": "assistant", "content": [{"type": "thinking", "thinking": text}, said, *blocks]}
+
+
+def clears_thinking(keep: Any) -> dict[str, Any]:
+    return {"type": "clear_thinking_20251015", **({} if keep is None else {"keep": keep})}
+
+
 @pytest.mark.parametrize(
     ("keep", "reasoning"),
     [
@@ -182,19 +191,20 @@ def test_documents_that_are_no_text_are_refused(source: Any) -> None:
 )
 def test_the_reasoning_of_older_turns_is_left_out(keep: Any, reasoning: list[str]) -> None:
     """Claude Code asks for it after an hour without a request."""
-
-    def thinks(text: str, *blocks: Any) -> Any:
-        said = {"type": "text", "text": "Hm."}
-        return {"role": "assistant", "content": [{"type": "thinking", "thinking": text}, said, *blocks]}
-
     result = {"type": "tool_result", "tool_use_id": "a", "content": "A dog."}
     reminder = {"type": "text", "text": "Be brief."}
     messages = [ASK, thinks("one"), ASK, thinks("two", CALL), {"role": "user", "content": [result, reminder]}]
-    edit = {"type": "clear_thinking_20251015", **({} if keep is None else {"keep": keep})}
-    edited = {"context_management": {"edits": [edit]}}
+    edited = {"context_management": {"edits": [clears_thinking(keep)]}}
     for asked in (spec, counted):
         found = asked(*messages, thinks("three"), ASK, thinks("four"), ASK, **edited)
         assert [message.reasoning for message in found.messages if message.role == "assistant"] == reasoning
+
+
+def test_of_several_edits_of_reasoning_the_strictest_counts() -> None:
+    edits = [clears_thinking(keep) for keep in ({"type": "thinking_turns", "value": 3}, None, "all")]
+    for several in (edits, edits[::-1]):
+        asked = spec(ASK, thinks("one"), ASK, thinks("two"), ASK, context_management={"edits": several})
+        assert [message.reasoning for message in asked.messages if message.role == "assistant"] == ["", "two"]
 
 
 def test_a_summary_of_a_conversation_is_left_out_and_named() -> None:
