@@ -94,4 +94,12 @@ def test_search_says_what_runs_here(server: HubServer, mycli: Mycli) -> None:
             "supported": True,
         }
     ]
-    assert "| org/odd |" in mycli("search", "org/odd").stdout
+    server.add("org/gated", {"config.json": b'{"model_type": "qwen3"}'})
+    server.add("org/bare", {})
+    rows = [line.split("|")[1:-1] for line in mycli("search", "org").stdout.splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["org/odd", "5.8M", "7", "gptj: not supported"],
+        ["org/pico", "5.8M", "7", "llama"],
+        ["org/gated", "", "7", "qwen3, requires an account"],
+        ["org/bare", "", "7", "family unknown"],
+    ]

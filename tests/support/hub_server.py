@@ -191,13 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(302, {**headers, "Location": location}, b"", fault)
 
     def _send_found(self, words: str) -> None:
-        """Send the results of a search: the size of pico, and the family of each config."""
-        found = []
+        """Send the results of a search: the family of each config, the size of pico, and accounts by the name."""
+        found: list[dict[str, Any]] = []
         for repo, branches in self.owner.refs.items():
-            config = json.loads(self.owner.repos[repo][branches["main"]].get("config.json", b"{}"))
+            files = self.owner.repos[repo][branches["main"]]
+            config = json.loads(files.get("config.json", b"{}"))
             if words in repo:
-                about = {"config": {"model_type": config.get("model_type")}, "safetensors": {"total": 5_770_496}}
-                found.append({"id": repo, "downloads": 7, "gated": False, **about})
+                size = {"total": 5_770_496} if any(name.endswith(".safetensors") for name in files) else {}
+                about = {"config": {"model_type": config.get("model_type")}, "safetensors": size}
+                found.append({"id": repo, "downloads": 7, "gated": "auto" if "gated" in repo else False, **about})
         self._send_json(found, {})
 
     def _send_tree(self, repo: str, commit: str, files: Mapping[str, bytes], start: int) -> None:
