@@ -169,6 +169,28 @@ def test_30_kills(server: HubServer, expected: Expected, tmp_path: Path) -> None
             shutil.rmtree(target)
 
 
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (("--tune",), "read the whole model several times"),
+        (("--target-bpw", "4.5"), "read the whole model several times"),
+        (("--hessian", "model"), "read the whole model several times"),
+        (("--dry-run",), "quantizing while downloading excludes"),
+        (("--force",), "quantizing while downloading excludes"),
+        (("--offline",), "quantizing while downloading excludes"),
+    ],
+    ids=["tune", "target-bpw", "hessian", "dry-run", "force", "offline"],
+)
+def test_options_that_a_download_cannot_have_are_refused_before_it(
+    options: tuple[str, ...], cause: str, server: HubServer, tmp_path: Path
+) -> None:
+    asked = len(server.log)
+    bits = () if options[0] == "--target-bpw" else OPTIONS
+    done = run_here(("pull", "org/absent", *bits, *options), environment_of(server, tmp_path))
+    assert done.returncode == 2 and cause in done.stderr, done.stderr
+    assert len(server.log) == asked and not list(tmp_path.iterdir())
+
+
 def test_a_server_without_ranges_is_refused(server: HubServer, tmp_path: Path) -> None:
     server.fail("storage:", Fault(ignore_range=True), times=50)
     process = start(server, tmp_path, "pull", REPO, *RTN)
