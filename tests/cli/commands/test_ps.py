@@ -23,6 +23,19 @@ def test_a_file_is_there_while_the_server_runs(tmp_path: Path) -> None:
     assert running_servers(folder) == [] and not list(folder.iterdir())
 
 
+def test_the_file_of_a_server_without_standard_input_is_removed(tmp_path: Path) -> None:
+    """Descriptor 0 is free if a program starts it with a closed standard input."""
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        with announced(tmp_path, SERVER):
+            assert os.path.samestat(os.fstat(0), (tmp_path / "1.json").stat())
+        assert not list(tmp_path.iterdir())
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
 def test_a_file_that_was_left_behind_is_removed(tmp_path: Path) -> None:
     """The file of a killed server is removed: its process id may belong to another process."""
     (tmp_path / f"{os.getpid()}.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:1"}))
