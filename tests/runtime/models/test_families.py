@@ -1,5 +1,6 @@
 """Test families: refused fields, defaults of absent fields, and the declared layers."""
 
+import itertools
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts import read_expert_groups
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec, NormSpec, OutputRows, RopeSpec
 from mycli.runtime.models.registry import REFUSED, families, parse_config
@@ -206,6 +208,21 @@ def test_refused_by_name(case: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         parse(model_type, **changes)
     assert "config.json" in caught.value.message
+
+
+def test_groups_of_experts_are_of_one_size_and_hold_those_of_a_token() -> None:
+    assert read_expert_groups(Fields({}, "config.json"), 1, 1) == (1, 1), "a single expert is one group"
+    for count, groups in itertools.product(range(1, 9), repeat=2):
+        for top_groups, top_k in itertools.product(range(1, groups + 1), range(1, count + 1)):
+            raw = Fields({"n_group": groups, "topk_group": top_groups}, "config.json")
+            members = [expert % groups for expert in range(count)]
+            size = members.count(0)
+            alike = all(members.count(group) == size for group in range(groups)) and (groups == 1 or size > 1)
+            if alike and top_k <= sum(group < top_groups for group in members):
+                assert read_expert_groups(raw, count, top_k) == (groups, top_groups)
+            else:
+                with pytest.raises(ModelError, match="topk_group" if alike else "n_group"):
+                    read_expert_groups(raw, count, top_k)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
