@@ -56,9 +56,13 @@ def test_modes_are_private_or_follow_the_umask(tmp_path: Path) -> None:
     assert modes == {"open": 0o664, "private": 0o600, "shared": 0o664}
 
 
-@pytest.mark.parametrize("durable, flushed", [(False, ["file"]), (True, ["file", "folder"])])
+@pytest.mark.parametrize(
+    ("options", "flushed"),
+    [({}, ["file"]), ({"durable": True}, ["file", "folder"]), ({"flushed": False}, [])],
+    ids=["default", "durable", "unflushed"],
+)
 def test_the_contents_are_flushed_and_the_name_where_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, flushed: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], flushed: list[str]
 ) -> None:
     log: list[str] = []
 
@@ -66,7 +70,7 @@ def test_the_contents_are_flushed_and_the_name_where_asked(
         log.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
 
     monkeypatch.setattr(os, "fsync", flush)
-    write_atomic(tmp_path / "f", b"x", durable=durable)
+    write_atomic(tmp_path / "f", b"x", **options)
     assert log == flushed
 
 
