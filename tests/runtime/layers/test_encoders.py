@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,13 +100,17 @@ def test_nomic_embed_as_published(tmp_path: Path) -> None:
     rope = config.pop("rope_parameters")
     assert rope["rope_theta"] == 1000
     published = {names.get(key, key): value for key, value in config.items() if key not in ("head_dim", "hidden_act")}
-    published |= {"activation_function": "swiglu", "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0}
-    published |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "prenorm": False, "max_trained_positions": 514}
-    (folder / "config.json").write_text(json.dumps(published))
+    published |= {"activation_function": "swiglu", "rotary_emb_base": 1000, "max_trained_positions": 514}
+    fixed: dict[str, Any] = {"rotary_emb_fraction": 1.0, "causal": False, "parallel_block": False, "prenorm": False}
+    fixed |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False}
+    fixed |= {"rotary_emb_interleaved": False, "use_rms_norm": False}
+    (folder / "config.json").write_text(json.dumps({**published, **fixed}))
     assert all(map(torch.equal, states(folder, TEXTS), expected))
-    (folder / "config.json").write_text(json.dumps({**published, "qkv_proj_bias": True}))
-    with pytest.raises(ModelError, match="qkv_proj_bias"):
-        open_model_folder(folder)
+    for key, value in fixed.items():
+        other = not value if isinstance(value, bool) else 0.5
+        (folder / "config.json").write_text(json.dumps({**published, key: other}))
+        with pytest.raises(ModelError, match=key):
+            open_model_folder(folder)
 
 
 def test_modernbert_as_published(tmp_path: Path) -> None:
