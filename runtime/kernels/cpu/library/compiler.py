@@ -30,7 +30,9 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "rounded_cpu.cpp": (),
     "quantize_cpu.cpp": ("-ffp-contract=off",),
 }
-FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+# Where the loops of a product begin changes its time by up to 5 %: without alignment any other function may move them.
+_ALIGNED = ("-falign-functions=64", "-falign-loops=32")
+FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", *_ALIGNED)
 _OPENMP = re.compile(r"/.*/lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*")
 TIMEOUT = 1200  # seconds, for a busy machine; an idle one needs most of a minute
 
