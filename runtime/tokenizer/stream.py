@@ -6,12 +6,27 @@ through; the printer escapes them.
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from mycli.runtime.errors import UsageError
 
 MAX_STOPS = 64  # group chats stop at the name of every character
 MAX_STOP_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is text of a reply, and where it ends.
+
+    stops: the text ends before the first of these strings, or with it (`include_stop`), unless it is completed by the
+    first `min_tokens` tokens; show_control: control tokens that no parser reads are text.
+    """
+
+    stops: Sequence[str] = ()
+    min_tokens: int = 0
+    include_stop: bool = False
+    show_control: bool = False
 
 
 class TokenPieces(Protocol):

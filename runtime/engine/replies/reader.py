@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
-from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
+from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder, TextOptions
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch takes a second to import, and most replies need no parsers
@@ -102,7 +102,7 @@ class ReplyReader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stops: Sequence[str] = (),
+        text: TextOptions | None = None,
         index: int = 0,
         *,
         prompt_end: str | None = None,
@@ -111,19 +111,15 @@ class ReplyReader:
         tool_format: "ToolFormat | None" = None,
         shown: Sequence[str] = (),
         before: Sequence[int] = (),
-        min_tokens: int = 0,
-        include_stop: bool = False,
-        show_control: bool = False,
     ) -> None:
         """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
 
         `reasoning`: its marks, None for <think>. `tools` parses calls written in `tool_format`; `shown`: control
-        tokens in these texts are text; `before`: tokens of the text that the reply continues, empty for an answer;
-        `min_tokens`: stop strings that these first tokens complete are text; `include_stop`: the text ends with the
-        stop string; `show_control`: control tokens that no parser reads are text. Raises UsageError for too many or too
-        long stop strings.
+        tokens in these texts are text; `before`: tokens of the text that the reply continues, empty for an answer.
+        Raises UsageError for too many or too long stop strings.
         """
         self.index = index
+        text = text or TextOptions()
         marks, self._reasoning = list(shown), None
         if prompt_end is not None:
             from mycli.runtime.tokenizer.parsing.reasoning_parser import THINK, ReasoningParser
@@ -141,10 +137,10 @@ class ReplyReader:
             marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
-        pieces = _MarkedPieces(tokenizer, marks, show_control) if marks or show_control else tokenizer
+        pieces = _MarkedPieces(tokenizer, marks, text.show_control) if marks or text.show_control else tokenizer
         self._decoder = StreamDecoder(pieces, before)
-        self._matcher = StopMatcher(stops, include_stop)
-        self._missing = min_tokens  # tokens to read before a stop string counts
+        self._matcher = StopMatcher(text.stops, text.include_stop)
+        self._missing = text.min_tokens  # tokens to read before a stop string counts
         self._tools = tools
         # Whether there was a reasoning block, whether it had text, and whether there was content: white space around
         # the tags belongs to neither.

@@ -90,16 +90,13 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     readers = [
         ReplyReader(
             service.loaded.tokenizer,
-            spec.sampling.stops,
+            spec.sampling.text_options,
             index,
             prompt_end=end,
             reasoning=service.reasoning_format,
             tools=ToolParser(tool_format, tools, not spec.parallel, spec.choice == "required") if tools else None,
             tool_format=tool_format if tools or tool_format.recipient else None,
             before=ids if spec.continued and spec.messages[-1].content else (),
-            min_tokens=spec.sampling.min_tokens or 0,
-            include_stop=bool(spec.sampling.include_stop_str_in_output),
-            show_control=spec.sampling.skip_special_tokens is False,
         )
         for index in range(spec.count)
     ]
