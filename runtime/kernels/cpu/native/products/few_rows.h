@@ -135,22 +135,22 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
 // than PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them
 // next to the dot products; Intel's have the same ports for both.
 #if WIDTH == 64 && defined(BF16_DOT)
-constexpr int64_t FEW = 128, BYTE_FEW = ZEN5 ? 24 : 128, LONG_FEW = BYTE_FEW;
+constexpr int64_t FEW = 128, BYTE_FEW = ZEN5 ? 24 : 128, BYTE_CODES_FEW = BYTE_FEW;
 #elif WIDTH == 64
-constexpr int64_t FEW = 8, BYTE_FEW = 16, LONG_FEW = 16;
+constexpr int64_t FEW = 8, BYTE_FEW = 16, BYTE_CODES_FEW = 16;
 #elif WIDTH == 32 && VECTOR == 64
-constexpr int64_t FEW = 1, BYTE_FEW = 24, LONG_FEW = 12;
+constexpr int64_t FEW = 1, BYTE_FEW = 24, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32 && defined(__AVXVNNI__)
-constexpr int64_t FEW = 4, BYTE_FEW = PART, LONG_FEW = 12;
+constexpr int64_t FEW = 4, BYTE_FEW = PART, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32
-constexpr int64_t FEW = 1, BYTE_FEW = PART, LONG_FEW = 16;
+constexpr int64_t FEW = 1, BYTE_FEW = PART, BYTE_CODES_FEW = 16;
 #elif WIDTH
-constexpr int64_t FEW = PART, BYTE_FEW = PART, LONG_FEW = PART;
+constexpr int64_t FEW = PART, BYTE_FEW = PART, BYTE_CODES_FEW = PART;
 #else
-constexpr int64_t FEW = 0, BYTE_FEW = 0, LONG_FEW = 0;
+constexpr int64_t FEW = 0, BYTE_FEW = 0, BYTE_CODES_FEW = 0;
 #endif
 inline int64_t few_limit(const Weight& w) {
-    if (w.activations == 8) return w.bits == 8 ? LONG_FEW : BYTE_FEW;
+    if (w.activations == 8) return w.bits == 8 ? BYTE_CODES_FEW : BYTE_FEW;
     return ZEN5 && (w.bits > 4 || w.factors) ? 24 : FEW;
 }
 constexpr int64_t EXPERT_ROWS = 16;  // of an expert that is multiplied together with others: threads share row blocks, not rows
