@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 # GGUF super-blocks: bits, group, offsets.
 SUPER_BLOCKS = {"Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True), "Q5_K": (5, 32, True)}
-FEW_ROWS = (1, 2, 3, 5, 7, 8, 9, 13, 20)
+FEW_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 20, 25)
 MANY_ROWS = (*range(1, 97), 128, 512)
 
 

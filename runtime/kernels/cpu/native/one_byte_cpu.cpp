@@ -350,7 +350,7 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
 
 #if WIDTH
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y) {
-    by_bits(w, [&](auto bits) { few_of_count<bits.value, PART>(w, row_block, x, rows, once, y); });
+    by_bits(w, [&](auto bits) { few_of_count<bits.value, BYTE_PART>(w, row_block, x, rows, once, y); });
 }
 #endif
 

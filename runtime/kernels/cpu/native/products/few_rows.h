@@ -11,23 +11,23 @@
 
 namespace {
 
-// Rows and row blocks that are multiplied at a time: with 32 vector registers 20 are sums. Row blocks side by side share the loads of
-// activations.
+// Rows of 16-bit integers and of bytes, and row blocks, that are multiplied at a time: with 32 vector registers 20 or 24 are sums. Row
+// blocks side by side share the loads of activations.
 #if WIDTH == 64
-constexpr int PART = 5, SIDE = 2;
+constexpr int PART = 5, BYTE_PART = ZEN5 ? 6 : PART, SIDE = 2;
 #elif WIDTH == 32
-constexpr int PART = VECTOR == 64 ? 8 : 6, SIDE = 1;
+constexpr int PART = VECTOR == 64 ? 8 : 6, BYTE_PART = PART, SIDE = 1;
 #elif WIDTH
-constexpr int PART = 4, SIDE = 1;
+constexpr int PART = 4, BYTE_PART = PART, SIDE = 1;
 #else
-constexpr int PART = 1, SIDE = 1;
+constexpr int PART = 1, BYTE_PART = PART, SIDE = 1;
 #endif
 constexpr int ALONG = SIDE * ROWS;
 
 }  // namespace
 
-// y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART rows of integers with adjacent units. Those of row
-// blocks after the last are undefined. `once`: no other rows read these codes. Defined in few_rows_cpu.cpp; for 8-bit activations in
+// y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART or BYTE_PART rows of integers with adjacent units. Those
+// of row blocks after the last are undefined. `once`: no other rows read these codes. Defined in few_rows_cpu.cpp; for 8-bit activations in
 // one_byte_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
@@ -44,7 +44,7 @@ template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t ro
     const auto each = [&](auto at_once) {
         for (int n = 0; n < SIDE && row_block + n < blocks_of(w.rows); n += at_once.value) use(at_once, row_block + n, y + n * ROWS);
     };
-    constexpr bool PARTED = !ZEN5 || 2 * M > PART;  // rows of several parts may be as few
+    constexpr bool PARTED = !ZEN5 || M > 2;  // rows of several parts may be as few
     if (!PARTED || (ZEN5 && once)) return each(std::integral_constant<int, 1>());
     if constexpr (PARTED) each(std::integral_constant<int, AT_ONCE<B, M>>());
 }
@@ -234,11 +234,12 @@ public:
             for (int64_t i = share.first; i < share.last; i++) {
                 while (i >= starts[share.product + 1]) share.product++;
                 const FewProduct& product = products[share.product];
-                const int64_t n = (i - starts[share.product]) * SIDE, parts = (product.count + PART - 1) / PART;
+                const int64_t n = (i - starts[share.product]) * SIDE, most = x.cut.one_byte ? BYTE_PART : PART;
+                const int64_t parts = (product.count + most - 1) / most;
                 const int64_t width = std::min<int64_t>(ALONG, product.weight->rows - n * ROWS);
                 for (int64_t p = 0; p < parts; p++) {
                     const int64_t start = product.count * p / parts, count = product.count * (p + 1) / parts - start;
-                    float part[PART * ALONG];
+                    float part[BYTE_PART * ALONG];
                     (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first + start), count, parts == 1, part);
                     for (int64_t m = 0; m < count; m++) store_row(product.y, BF16, (start + m) * product.stride + n * ROWS, part + m * ALONG, width);
                 }
