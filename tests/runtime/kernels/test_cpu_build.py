@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library import build, compiler
 from mycli.runtime.kernels.cpu.library.build import BuildError, compile_library, find_compiler, native, torch_openmp
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, dense_product, memory_bandwidth
 from mycli.runtime.kernels.registry import select_kernel
@@ -169,11 +171,17 @@ def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
     )
 
 
+def sleeping_compiler(folder: Path) -> tuple[Path, Path, Path]:
+    """Return a compiler, the file of its processes' numbers, and the file that it leaves if it is not ended."""
+    pids, ended = folder / "pids", folder / "ended"
+    script = f"(sleep 60; touch {ended}) & echo $! >> {pids}; wait; touch {ended}"
+    return fake_compiler(folder, script), pids, ended
+
+
 def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal reaches this process alone, as from a service manager; g++ starts a process of its own."""
-    pids, ended = tmp_path / "pids", tmp_path / "ended"
-    script = f"(sleep 600; touch {ended}) & echo $! >> {pids}; wait; touch {ended}"
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script)))
+    program, pids, ended = sleeping_compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(program))
 
     def interrupt() -> None:
         while not pids.exists():
@@ -186,6 +194,27 @@ def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.Mon
         compile_library(tmp_path / "cache")
     thread.join()
     assert list((tmp_path / "cache").iterdir()) == []
+    check_ended(pids, ended)
+
+
+def test_an_interrupt_while_compilers_are_started_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, pids, ended = sleeping_compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(program))
+
+    class InterruptedPool(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **keywords: Any) -> NoReturn:
+            super().submit(*arguments, **keywords)
+            while not pids.exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiler, "ThreadPoolExecutor", InterruptedPool)
+    with pytest.raises(KeyboardInterrupt):
+        compile_library(tmp_path / "cache")
+    check_ended(pids, ended)
+
+
+def check_ended(pids: Path, ended: Path) -> None:
     for pid in map(int, pids.read_text().split()):
         while _runs(pid):  # a killed process takes a moment to end; one that was not killed ends by itself
             time.sleep(0.01)

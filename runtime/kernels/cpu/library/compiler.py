@@ -7,11 +7,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -115,25 +115,26 @@ def _run_all(work: str, commands: Sequence[Sequence[str]]) -> None:
     # An exception, such as that of a signal, ends the compilers: they need most of a minute, and a service is killed
     # a few seconds after its SIGTERM.
     running: list[subprocess.Popen[str]] = []
+    stopped = Event()
     with ThreadPoolExecutor(cpu().cores) as pool:
-        jobs = [pool.submit(_run, work, command, running) for command in commands]
         try:
-            for job in jobs:
+            for job in [pool.submit(_run, work, command, running, stopped) for command in commands]:
                 job.result()
         except BaseException:
+            stopped.set()  # before the others are ended: a job may be starting its compiler
             pool.shutdown(wait=False, cancel_futures=True)
-            while not all(job.done() for job in jobs):  # a job may be starting its compiler
-                for process in running:
-                    _kill(process)
-                time.sleep(0.02)
+            for process in list(running):
+                _kill(process)
             raise
 
 
-def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]]) -> None:
+def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]], stopped: Event) -> None:
     # A process group of its own: g++ starts the compiler proper, which would outlive it.
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=work, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     running.append(process)
+    if stopped.is_set():
+        _kill(process)
     try:
         _, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
