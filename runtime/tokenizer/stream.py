@@ -16,8 +16,8 @@ MAX_STOP_LENGTH = 256
 
 
 @dataclass(frozen=True)
-class TextOptions:
-    """What is text of a reply, and where it ends.
+class TextRules:
+    """The rules for the text of a reply.
 
     stops: the text ends before the first of these strings, or with it (`include_stop`), unless it is completed by the
     first `min_tokens` tokens; show_control: control tokens that no parser reads are text.

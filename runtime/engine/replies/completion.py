@@ -12,7 +12,7 @@ from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, Se
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.tokenizer.stream import TextOptions
+from mycli.runtime.tokenizer.stream import TextRules
 
 if TYPE_CHECKING:  # constrained replies are few, and it is a large module
     from mycli.runtime.engine.replies.journal import RecordedReply
@@ -73,9 +73,7 @@ class Completion:
         self.error: UserError | None = None
         self.timing = Timing(prompt=len(prompt))
         self._engine = engine
-        self._reader = ReplyReader(
-            loaded.tokenizer, TextOptions(stops), shown=shown, before=prompt if continues else ()
-        )
+        self._reader = ReplyReader(loaded.tokenizer, TextRules(stops), shown=shown, before=prompt if continues else ())
 
     def fail(self, error: UserError) -> None:
         self.error, self.finish_reason = error, "error"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import UsageError
-from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder, TextOptions
+from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder, TextRules
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch takes a second to import, and most replies need no parsers
@@ -102,7 +102,7 @@ class ReplyReader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        text: TextOptions | None = None,
+        text: TextRules | None = None,
         index: int = 0,
         *,
         prompt_end: str | None = None,
@@ -119,7 +119,7 @@ class ReplyReader:
         Raises UsageError for too many or too long stop strings.
         """
         self.index = index
-        text = text or TextOptions()
+        text = text or TextRules()
         marks, self._reasoning = list(shown), None
         if prompt_end is not None:
             from mycli.runtime.tokenizer.parsing.reasoning_parser import THINK, ReasoningParser

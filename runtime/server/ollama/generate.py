@@ -47,5 +47,5 @@ def _raw(service: Service, body: OllamaGenerateRequest, prompt: str) -> Prepared
     service.check_fits(ids, limit, "prompt")
     grammar = service.grammar(read_format(body))
     request = service.request(ids, sampling, limit, grammar, body.top, fills_in=bool(body.suffix))
-    reader = ReplyReader(service.loaded.tokenizer, sampling.text_options, before=ids)
+    reader = ReplyReader(service.loaded.tokenizer, sampling.text_rules, before=ids)
     return Prepared([(request, [reader])], [ids], omitted=omitted)

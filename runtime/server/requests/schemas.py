@@ -21,7 +21,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
 from mycli.runtime.server.http.api_error import ApiError, invalid_value, unsupported_parameter
 from mycli.runtime.tokenizer.chat_template import Effort
-from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS, TextOptions
+from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS, TextRules
 
 MAX_ITEMS = 1 << 14  # of a conversation in one field
 MAX_CONTENT_PARTS = 1 << 12  # of a message
@@ -219,9 +219,9 @@ class Sampling(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def text_options(self) -> TextOptions:
+    def text_rules(self) -> TextRules:
         included, shown = bool(self.include_stop_str_in_output), self.skip_special_tokens is False
-        return TextOptions(self.stops, self.min_tokens or 0, included, shown)
+        return TextRules(self.stops, self.min_tokens or 0, included, shown)
 
 
 class PromptTruncation(Strict):

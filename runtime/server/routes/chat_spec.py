@@ -90,7 +90,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     readers = [
         ReplyReader(
             service.loaded.tokenizer,
-            spec.sampling.text_options,
+            spec.sampling.text_rules,
             index,
             prompt_end=end,
             reasoning=service.reasoning_format,

@@ -106,7 +106,7 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
         most = None if beams is not None and requested == -1 else fitting
         request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams, bool(body.suffix))
         readers = [
-            ReplyReader(service.loaded.tokenizer, body.text_options, next(numbers), before=prompt)
+            ReplyReader(service.loaded.tokenizer, body.text_rules, next(numbers), before=prompt)
             for _ in range((body.n or 1) * len(list(same)))
         ]
         requests.append((request, readers))

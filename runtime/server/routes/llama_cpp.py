@@ -133,7 +133,7 @@ def prepare_replies(
         room = reply_room(service.context, len(prompt))
         limit = room if body.limit is None else min(body.limit, room)
         request = service.request(prompt, sampling, limit, grammar, body.n_probs or None, fills_in=fills)
-        reader = ReplyReader(service.loaded.tokenizer, body.text_options, index, before=prompt)
+        reader = ReplyReader(service.loaded.tokenizer, body.text_rules, index, before=prompt)
         limited = LineReader(reader, body.n_indent or 0, seconds) if body.n_indent or seconds is not None else reader
         requests.append((request, [limited]))
     return Prepared(requests, prompts, omitted=[*omitted, *unsupported])
