@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
@@ -118,8 +118,11 @@ def _run_all(work: str, commands: Sequence[Sequence[str]]) -> None:
     stopped = Event()
     with ThreadPoolExecutor(cpu().cores) as pool:
         try:
-            for job in [pool.submit(_run, work, command, running, stopped) for command in commands]:
-                job.result()
+            jobs = {pool.submit(_run, work, command, running, stopped) for command in commands}
+            while jobs:  # a signal that comes just before a wait is handled after it
+                done, jobs = wait(jobs, timeout=0.5, return_when=FIRST_EXCEPTION)
+                for job in done:
+                    job.result()
         except BaseException:
             stopped.set()  # before the others are ended: a job may be starting its compiler
             pool.shutdown(wait=False, cancel_futures=True)
