@@ -107,8 +107,9 @@ class Sampler:
         self._constraint = constraint
         self._recorder = recorder
         self._device = device
-        self._stop_ids = [token for token in stop_ids if token < vocab_size]
-        self._missing = min_tokens if self._stop_ids else 0  # tokens to draw before a stop token
+        stops = [token for token in stop_ids if token < vocab_size] if min_tokens else []
+        self._stops = torch.tensor(stops, dtype=torch.long, device=device)
+        self._missing = min_tokens if stops else 0  # tokens to draw before a stop token
 
     @property
     def plain(self) -> bool:
@@ -187,7 +188,7 @@ class Sampler:
         if count <= 0:
             return logits
         masked = logits.clone()
-        masked[:count].index_fill_(1, torch.tensor(self._stop_ids, device=logits.device), -math.inf)
+        masked[:count].index_fill_(1, self._stops.to(logits.device), -math.inf)
         if self._constraint is None:
             return masked
         # A format that is complete and allows nothing more ends the reply nevertheless.

@@ -27,11 +27,11 @@ from tests.support.norm_families import NORMS
 from tests.support.pruned_layers import prune
 from tests.support.published_names import normalize_head, publish_baichuan, publish_maincoder, publish_pangu
 from tests.support.recurrent_families import RECURRENT
-from tests.support.smallthinker import publish_smallthinker, restructure
+from tests.support.smallthinker import SMALLTHINKERS, publish_smallthinker, restructure
 
 TOKENS = 40
 # Only the last case of each of these families runs by default, the others with -m slow.
-LATER = {**NORMS, **MORE_EXPERTS}
+LATER = {**NORMS, **MORE_EXPERTS, **SMALLTHINKERS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Families that compute no logits: test_encoders.py and tests of the server compare their states and vectors.
 EMBEDDING = {

@@ -30,19 +30,6 @@ DEEPSEEK = {
     "norm_topk_prob": False,
 }
 
-# With the keys of mixtral.
-SMALLTHINKER = {
-    **IDS,
-    "head_dim": 16,
-    "hidden_act": "relu",
-    "intermediate_size": 32,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_primary_router_apply_softmax": False,
-    "sliding_window_size": 7,
-}
-
-# id -> (model_type, differences from SMALL)
 MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_moe-8top2-biases": (
         "bailing_moe",
@@ -392,20 +379,6 @@ MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             **scaled(
                 "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
             ),
-        },
-    ),
-    "smallthinker-rotating-untied": (
-        "smallthinker",
-        {**SMALLTHINKER, "rope_layout": [1, 1, 1], "sliding_window_layout": [0, 0, 0], "tie_word_embeddings": False},
-    ),
-    "smallthinker-layouts-softmax-tied": (
-        "smallthinker",
-        {
-            **SMALLTHINKER,
-            "rope_layout": [0, 1, 1],
-            "sliding_window_layout": [0, 1, 0],
-            "moe_primary_router_apply_softmax": True,
-            "tie_word_embeddings": True,
         },
     ),
 }

@@ -1,4 +1,4 @@
-"""Changes a Mixtral to what SmallThinker's published code computes: early routers, unrotated layers, and windows."""
+"""Small configurations of SmallThinker, and what turns a Mixtral into its published computation."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,42 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.support.family_parts import IDS
+
 _NAMES = {".gate.": ".primary_router.", ".w1.": ".gate.", ".w2.": ".down.", ".w3.": ".up."}
 _KEYS = {
     "intermediate_size": "moe_ffn_hidden_size",
     "num_local_experts": "moe_num_primary_experts",
     "num_experts_per_tok": "moe_num_active_primary_experts",
+}
+# With the keys of mixtral.
+_CONFIG = {
+    **IDS,
+    "head_dim": 16,
+    "hidden_act": "relu",
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_primary_router_apply_softmax": False,
+    "sliding_window_size": 7,
+}
+
+# id -> (model_type, differences from SMALL)
+SMALLTHINKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smallthinker-rotating-untied": (
+        "smallthinker",
+        {**_CONFIG, "rope_layout": [1, 1, 1], "sliding_window_layout": [0, 0, 0], "tie_word_embeddings": False},
+    ),
+    "smallthinker-layouts-softmax-tied": (
+        "smallthinker",
+        {
+            **_CONFIG,
+            "rope_layout": [0, 1, 1],
+            "sliding_window_layout": [0, 1, 0],
+            "moe_primary_router_apply_softmax": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -10,8 +10,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.ggml.file import require_loadable
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.gguf import architectures
+from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
@@ -19,6 +21,7 @@ from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
 from tests.support.families import make
 from tests.support.family_parts import MULTIPLIERS
+from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -123,3 +126,16 @@ def test_the_epsilon_has_the_name_of_transformers_class() -> None:
         if architecture.model_type in {*CONFIG_MAPPING} - {"olmo"}:  # fixed in OLMo
             config = CONFIG_MAPPING[architecture.model_type]()
             assert hasattr(config, architecture.epsilon_field), architecture.name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sliding_window_size": 7}, {"rope_layout": [1] * 5}, {"sliding_window_layout": [1, 1, 1, 1, 0]}],
+    ids=str,
+)
+def test_layouts_of_smallthinker_are_those_of_llama_cpp(changes: dict[str, Any], tmp_path: Path) -> None:
+    """It knows from the presence of a window alone which layers have it and which rotate."""
+    make_exported(tmp_path / "hf", "smallthinker-layouts-softmax-tied", **changes)
+    config = open_model_folder(tmp_path / "hf").config
+    with pytest.raises(ModelError, match="window of 4096"):
+        require_loadable(config, written_architecture(config), [])

@@ -214,19 +214,6 @@ def test_scales_next_to_nvfp4_weights_are_multiplied(tmp_path: Path) -> None:
     assert not expected.keys() & weights.blocks(written_architecture(folder.config)).keys()  # not copied without them
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"sliding_window_size": 7}, {"rope_layout": [1] * 5}, {"sliding_window_layout": [1, 1, 1, 1, 0]}],
-    ids=str,
-)
-def test_layouts_of_smallthinker_are_those_of_llama_cpp(changes: dict[str, Any], tmp_path: Path) -> None:
-    """It knows from the presence of a window alone which layers have it and which rotate."""
-    make_exported(tmp_path / "hf", "smallthinker-layouts-softmax-tied", **changes)
-    config = open_model_folder(tmp_path / "hf").config
-    with pytest.raises(ModelError, match="window of 4096"):
-        require_loadable(config, written_architecture(config), [])
-
-
 LOSSES = {
     "llama-rope-dynamic-beyond": "dynamic",
     "qwen2-tied-window-upper": "window",

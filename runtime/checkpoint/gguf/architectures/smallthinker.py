@@ -18,27 +18,27 @@ _WINDOW_KEY = GgufKey(
 _WINDOW, _PERIOD = 4096, 4  # what llama.cpp computes for a file with the key, whatever its value is
 
 
-def _slides(layer: int) -> bool:
-    return layer % _PERIOD != 0
+def _layouts(layers: int, windows: bool) -> tuple[list[int], list[int]]:
+    """Return 1 for each layer with a window, and for each that rotates; 0 for the others."""
+    slides = [int(layer % _PERIOD != 0) for layer in range(layers)]
+    return (slides, slides) if windows else ([0] * layers, [1] * layers)
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    layers = range(config["num_hidden_layers"])
-    windows = model.integer(_WINDOW_KEY.name, 0) > 0
+    slides, rotates = _layouts(config["num_hidden_layers"], model.integer(_WINDOW_KEY.name, 0) > 0)
     return {
         "hidden_act": "relu",
         "moe_primary_router_apply_softmax": model.integer("expert_gating_func") == SOFTMAX,
-        "sliding_window_layout": [int(windows and _slides(layer)) for layer in layers],
-        "rope_layout": [int(not windows or _slides(layer)) for layer in layers],
+        "sliding_window_layout": slides,
+        "rope_layout": rotates,
     }
 
 
 def _fits(config: ModelConfig) -> bool:
-    windows = any(config.windows)
-    expected = [(_WINDOW if windows and _slides(layer) else None) for layer in range(config.layers)]
-    rotates = [not windows or _slides(layer) for layer in range(config.layers)]
+    slides, rotates = _layouts(config.layers, any(config.windows))
     return all(
-        config.window(layer) == expected[layer] and (config.layer_rope(layer) is not None) == rotates[layer]
+        config.window(layer) == (_WINDOW if slides[layer] else None)
+        and (config.layer_rope(layer) is not None) == bool(rotates[layer])
         for layer in range(config.layers)
     )
 
