@@ -91,9 +91,10 @@ def fitting_need(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int |
         work = replace(work, keeps_inputs=False)
         result = need(work, gpu, at_once)
     while not _within(result, max_ram, max_vram):
-        if result.at_once <= max(work.seq, work.context if work.measured else 1):
+        smaller = need(work, gpu, result.at_once // 2)
+        if (smaller.host, smaller.device) == (result.host, result.device):  # of one window, or of another stage
             break
-        result = need(work, gpu, result.at_once // 2)
+        result = smaller
     if max_ram is not None and result.host > max_ram:
         least = math.ceil(result.host / 2**20)
         raise ResourceError(_too_little("main memory", max_ram), code="raise-max-ram", data={"mib": least})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mycli.quant.planning.memory import (
-    BATCH,
+    LIBRARIES,
     QuantizationWork,
     _solving,
     fitting_need,
@@ -84,11 +84,23 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
         fitting_need(work(), False, 4096, (least - 1) << 20, None)
 
 
+@pytest.mark.parametrize("seq, context", [(128, 512), (512, 128), (512, 512)])
+def test_the_batch_is_halved_as_long_as_that_needs_less(seq: int, context: int) -> None:
+    limited = work(seq=seq, context=context, tokens=0, sensitivity_tokens=2048, measured=512)
+    least = need(limited, False, 1).host
+    assert least < need(limited, False, 4096).host
+    assert fitting_need(limited, False, 4096, least, None).host == least
+    with pytest.raises(ResourceError) as refused:
+        fitting_need(limited, False, 4096, least - 1, None)
+    assert refused.value.data["mib"] == math.ceil(least / 2**20)
+
+
 def test_inputs_are_kept_where_there_is_room() -> None:
     keeping, plain = (fitting_need(work(keeps_inputs=keeps), False, 4096, None, None) for keeps in (True, False))
     assert keeping.keeps_inputs and keeping.host > plain.host
     assert fitting_need(work(keeps_inputs=True), False, 4096, keeping.host, None) == keeping
     assert fitting_need(work(keeps_inputs=True), False, 4096, keeping.host - 1, None) == plain
+    assert not need(work(keeps_inputs=True), True, 4096).keeps_inputs, "a GPU has none"
 
 
 def test_batches_are_of_whole_windows() -> None:
@@ -97,6 +109,21 @@ def test_batches_are_of_whole_windows() -> None:
     assert need(solving, False, 4096).device == 0
     assert needs[100] == needs[4096] == needs[8191] < needs[8192]
     assert needs[12288] - needs[8192] == needs[8192] - needs[4096], "bytes grow with the tokens"
+
+
+def test_without_data_and_report_one_tensor_is_quantized_at_a_time() -> None:
+    largest = max(math.prod(shape) for _, shape in work().config.tensors())
+    rounded = need(work(tokens=0, measured=0), False, 4096)
+    assert rounded.host == 5 * largest + (24 << 20) + LIBRARIES and rounded.device == 0
+
+
+@pytest.mark.parametrize("measured, streams", [(8192, 2 * 4 * 8192 * 512), (1 << 20, 1 << 30)])
+def test_the_report_holds_a_third_stream_on_a_cpu_only(measured: int, streams: int) -> None:
+    """The third is of activations in fewer bits; a pass over more windows than fit 1 GiB is divided."""
+    report = work(tokens=0, measured=measured)
+    on_gpu, on_cpu = need(report, True, 512), need(report, False, 512)
+    assert on_gpu.host == streams + (24 << 20)
+    assert on_cpu.host == min(3 * streams // 2, 1 << 30) + on_gpu.device
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -157,7 +184,7 @@ def test_the_moments_of_gradients_stay_while_blocks_are_tuned() -> None:
     groups = tuned.config.layer(0).products().values()
     widths = [sum(spec.out_features for spec in group) for group in groups] + [512]
     blocks = sum(math.ceil(width / BLOCK_ROWS) for width in widths)
-    batch = 2 * 4 * BATCH * tuned.seq * 512
+    batch = 2 * 4 * 4 * tuned.seq * 512  # of 4 windows
     assert moments == tuned.config.layers * blocks * 4 * BLOCK_ROWS**2 + batch
 
 
