@@ -204,6 +204,30 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         run(tmp_path / "in.jsonl", tmp_path / "none" / "out", Model())
 
 
+def test_answers_are_on_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out, synced = tmp_path / "in.jsonl", tmp_path / "out.jsonl", list[tuple[int, int]]()
+
+    def noted(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    source.write_text('{"prompt": "a"}\n')
+    run(source, None, Model())
+    assert synced == []
+    run(source, out, Model())
+    assert synced == [(out.stat().st_ino, out.stat().st_size)]
+
+
+def test_the_output_is_a_regular_file(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(UsageError, match="not a regular file"):
+            run(source, tmp_path / name, Model())
+
+
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')

@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
-from mycli.cli.reports.estimate_card import EstimateSubject, estimate_json, estimate_rows
+import pytest
+
+from mycli.cli.reports.estimate_card import BANDWIDTH_HINT, EstimateSubject, _number, estimate_json, estimate_rows
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.probe import Target
+from mycli.runtime.memory.ceiling import tokens_per_second
+from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.quantization.scheme import Packing
@@ -63,3 +67,49 @@ def test_the_cache_of_a_token_does_not_depend_on_the_context() -> None:
         subject = EstimateSubject("pico", folder, plan, Target("cpu", "CPU", False, GIB), PackingScheme())
         cache = dict(estimate_rows(subject, estimate_json(subject, None)))["KV cache"]
         assert cache.endswith(f"({context} tokens x {batch}, 3.0 KiB per token)")
+
+
+@pytest.mark.parametrize(
+    ("spare", "verdict"),
+    [
+        (3 << 20, "fits, 3 MiB to spare"),
+        (0, "fits, 0 bytes to spare"),
+        (-1, "does not fit: 1 byte too much"),
+    ],
+)
+def test_the_verdict_is_that_of_the_answer(spare: int, verdict: str) -> None:
+    folder = open_model_folder(PICO)
+    plan = MemoryPlan(folder.config)
+    target = Target("cpu", "CPU", False, estimate(plan).total + spare)
+    subject = EstimateSubject("pico", folder, plan, target, PackingScheme())
+    answer = estimate_json(subject, None)
+    assert answer["fits"] is (spare >= 0) and dict(estimate_rows(subject, answer))["verdict"] == verdict
+
+
+def test_the_ceilings_are_of_an_empty_and_a_full_cache() -> None:
+    folder = open_model_folder(PICO)
+    plan = MemoryPlan(folder.config, context=2048)
+    target = Target("cpu", "CPU", False, GIB, 0.25, "data sheet")
+    subject = EstimateSubject("pico", folder, plan, target, PackingScheme())
+    rates = [tokens_per_second(plan, depth, 0.25) for depth in (0, 2048)]
+    rows = dict(estimate_rows(subject, estimate_json(subject, None)))
+    assert rates[1] < 100
+    assert (
+        rows["ceiling"] == f"{rates[0]:.1f} tok/s empty, {rates[1]:.1f} tok/s at 2048 tokens  (0.25 GB/s, data sheet)"
+    )
+    fast = replace(subject, target=replace(target, bandwidth=250.0))
+    thousands = dict(estimate_rows(fast, estimate_json(fast, None)))["ceiling"]
+    assert thousands.startswith(f"{1000 * rates[0]:,.0f} tok/s empty, ")
+    unknown = replace(subject, target=replace(target, bandwidth=None))
+    assert dict(estimate_rows(unknown, estimate_json(unknown, None)))["ceiling"] == BANDWIDTH_HINT
+    assert _number(99.96) == "100.0" and _number(100) == "100" and _number(1234.4) == "1,234"
+
+
+def test_the_longest_context_is_named_as_the_models_limit_only_where_it_is() -> None:
+    folder = open_model_folder(PICO)
+    plan = MemoryPlan(folder.config, context=256)
+    rows = []
+    for free in (GIB, estimate(replace(plan, context=1024)).total):
+        subject = EstimateSubject("pico", folder, plan, Target("cpu", "CPU", False, free), PackingScheme())
+        rows.append(dict(estimate_rows(subject, estimate_json(subject, None)))["longest context"])
+    assert rows == [f"{folder.config.max_context} tokens, the model's limit", "1024 tokens"]

@@ -79,6 +79,16 @@ def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:
     assert windows.mix == {"prose": 8, "code": 4, "languages": 2, "random": 1}
 
 
+@pytest.mark.usefixtures("short_calibration_text")
+def test_a_template_that_fails_is_as_none(tmp_path: Path) -> None:
+    shutil.copy(PICO / "tokenizer.json", tmp_path)
+    settings = json.loads((PICO / "tokenizer_config.json").read_text())
+    broken = "{{ raise_exception('no') }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": broken}))
+    drawn = calibration.bundled(Tokenizer.load(tmp_path, VOCABULARY), VOCABULARY, 15, 32, seed=0)
+    assert drawn.mix == {"prose": 8, "code": 4, "languages": 2, "random": 1}
+
+
 def stretches(text: str, length: int = 60) -> set[str]:
     words = " ".join(text.split())
     return {words[start : start + length] for start in range(0, len(words) - length, length)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.kernels.cpu import table
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableKernel, TableMatmul
 from mycli.runtime.kernels.reference import DequantizeMatmul
@@ -93,3 +94,22 @@ def test_declines_with_a_code(packing: Packing, code: str) -> None:
     for device, expected in ((CPU, code), (torch.device("cuda"), "not-on-cpu")):
         declined = TableKernel().decline(packing, 64, COLUMNS, device, torch.float32)
         assert declined is not None and declined.code == expected
+
+
+def test_many_rows_are_multiplied_by_parts_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+    unpack = TableMatmul._unpack
+
+    def counted(self: TableMatmul, first: int, out: Tensor) -> None:
+        parts.append(len(out))
+        unpack(self, first, out)
+
+    given, x = weight("e4m3", 32), torch.randn(16, COLUMNS, generator=torch.Generator().manual_seed(0))
+    matmul = prepare_product(given, torch.float32)
+    monkeypatch.setattr(TableMatmul, "_unpack", counted)
+    whole = matmul(x)
+    for most, expected in ((10 * COLUMNS + 5, [10, 10, 10, 7]), (1, [1] * 37)):
+        monkeypatch.setattr(table, "_PART", most)
+        assert torch.allclose(matmul(x), whole, atol=1e-4)
+        assert parts == [37, *expected]
+        del parts[1:]

@@ -154,3 +154,16 @@ def test_a_level_that_the_type_has_not_is_an_error() -> None:
     data = torch.full((1, 66), 0xFF, dtype=torch.uint8)
     with pytest.raises(ModelError, match="TQ2_0"):
         pack_rows(data, TYPES_BY_NAME["TQ2_0"])
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q6_K"])
+def test_whole_groups_of_columns_change_places(name: str) -> None:
+    kind = TYPES_BY_NAME[name]
+    data, size = random_blocks(name, 3, 4), kind.packing.group_size
+    assert size is not None
+    plain = dequantize(pack_rows(data, kind))
+    columns = torch.arange(plain.shape[1]).view(-1, size).flip(0).flatten()
+    assert torch.equal(dequantize(pack_rows(data, kind, columns)), plain[:, columns])
+    for divided in (columns.roll(size // 2), columns.view(-1, size).flip(1).flatten()):
+        with pytest.raises(ModelError, match=f"heads do not end where groups of {size} weights end"):
+            pack_rows(data, kind, divided)
