@@ -22,9 +22,13 @@ from mycli.cli.flags.records import LoadFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words, setting_words
 from mycli.cli.output import Output
 from mycli.cli.serving.model_catalog import Catalog, ModelRequest, requested_models
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.estimate import estimate
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.server.application import ROUTES
 from mycli.runtime.server.router.application import ROUTER_ROUTES
+from mycli.runtime.server.router.model import RoutedModel
 from tests.support.command_line import COMMAND, Mycli, default_signals
 from tests.support.paths import PICO
 
@@ -222,6 +226,26 @@ def test_only_downloaded_models_can_be_removed_by_clients(
     call = Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True)
     catalog = Catalog(call, AddressFlags(), SeveralModelsFlags(), (), tmp_path)
     assert catalog.routed_model(ModelRequest("name", source, {}), "0", {}).removable == removable
+
+
+def test_a_model_gets_the_memory_that_the_router_and_its_server_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    call = Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True)
+
+    def routed(memory: int, *words: str) -> tuple[RoutedModel, int]:
+        words, rooms = ("--max-sequences", "1", *words), dict[str, int]()
+        catalog = Catalog(call, AddressFlags(), SeveralModelsFlags(memory=memory), words, tmp_path)
+        return catalog.routed_model(ModelRequest("pico", "pico", {}), "0", rooms), rooms["cpu"]
+
+    needed = routed(1 << 40, "--ctx", "512")[0].nbytes
+    config = open_model_folder(PICO).config
+    assert needed == estimate(MemoryPlan(config, context=512, running=1)).total + (96 << 20)
+    for less, context in ((0, 512), (1, 496)):
+        model, room = routed(needed + (64 << 20) - less)
+        assert (model.context, room) == (context, needed - less)
+        assert f"--memory {room - (96 << 20)}B" in " ".join(model.command)
 
 
 def test_a_model_is_pinned_by_its_settings_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,13 @@ def test_factors_are_powers_of_two_between_both_sizes() -> None:
     assert column_scale(SIZES, torch.zeros(8), NORM) is None
 
 
+@pytest.mark.parametrize(("gain", "factor"), [(64.0, 8.0), (63.0, None), (1 / 64, 0.125), (1 / 63, None)])
+def test_columns_are_balanced_from_a_factor_of_8_on(gain: float, factor: float | None) -> None:
+    gains = torch.where(torch.arange(8) == 2, gain, 1.0)
+    scale = column_scale(gains, SIZES, NORM)
+    assert (None if scale is None else scale.tolist()) == (None if factor is None else [1, 1, factor, *[1] * 5])
+
+
 def test_unused_inputs_are_small_on_both_sides() -> None:
     small = torch.where(torch.arange(8) == 3, 1e-3, 1.0)
     assert column_scale(small, small, NORM) is None

@@ -1,6 +1,7 @@
 """Test building the native library: compiled once across processes, or an error; its threads, and memory bandwidth."""
 
 import itertools
+import mmap
 import os
 import re
 import signal
@@ -35,6 +36,13 @@ def test_huge_empty_is_a_tensor_like_any_other() -> None:
         assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16
         tensor.fill_(1)
         assert float(tensor.float().mean()) == 1
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages here")
+def test_huge_empty_begins_at_a_huge_page_from_the_size_of_one_on() -> None:
+    for size, huge in ((1 << 21, True), ((1 << 21) - 2, False), (5 << 20, True)):
+        tensors = [huge_empty((size // 2,), torch.bfloat16) for _ in range(3)]
+        assert all(tensor.data_ptr() % (1 << 21) == 0 for tensor in tensors) is huge
 
 
 def test_memory_bandwidth() -> None:

@@ -13,7 +13,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.pass_choices import pass_choices
+from mycli.runtime.engine.pass_choices import PassChoice, pass_choices
 from mycli.runtime.engine.passes import COMPILERS, Compiler, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.engine.passes.plain import PlainPass
@@ -109,3 +109,20 @@ def test_a_model_in_fp32_is_slow_and_says_so() -> None:
     rows = pass_rows(pass_choices(runner))
     slow = [row for row in rows if row.slow]
     assert len(slow) == 4 and all("float32 activations are not supported" in row.text for row in slow)
+
+
+@pytest.mark.parametrize(
+    ("work", "chosen", "declined", "slow"),
+    [
+        ("decode", "plain", True, True),
+        ("prompt", "plain", True, False),
+        ("decode", "cpu", True, False),
+        ("decode", "plain", False, False),
+    ],
+)
+def test_only_plain_passes_that_decode_and_have_a_reason_are_slow(
+    work: str, chosen: str, declined: bool, slow: bool
+) -> None:
+    reasons = {"captured": Declined("host-random-numbers")} if declined else {}
+    (row,) = pass_rows([PassChoice(work, chosen, False, reasons)])
+    assert row.slow is slow
