@@ -23,7 +23,7 @@ from mycli.runtime.engine.loading.sizing import requested_plan
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory import estimate as memory
-from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
+from mycli.runtime.memory.fit import SHORTEST_CONTEXT, PackingScheme, fit, schemes, shortage
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import with_fitting_experts
 from mycli.runtime.open import check_context, draft_folder
@@ -120,10 +120,16 @@ def _fit(call: Call, subject: EstimateSubject, context: int | None, tolerance: f
     # Leaves room for an estimate that is too low by as much as --verify tolerates.
     plan, free = subject.plan, int(subject.target.free / (1 + tolerance))
     fixed = subject.folder.packings or subject.scheme != PackingScheme()
-    choice = fit(plan, free, context, [subject.scheme] if fixed else schemes(plan.config))
+    choices = [subject.scheme] if fixed else schemes(plan.config)
+    choice = fit(plan, free, context, choices)
     if choice is None:
-        raise shortage(plan, free, subject.target.place).with_message(
-            f"{subject.model}: no scheme fits into {human_bytes(subject.target.free)} with {tolerance:.0%} to spare"
+        shortest = context or min(SHORTEST_CONTEXT, plan.config.max_context)
+        packings = choices[-1].packings(plan.config) or plan.packings
+        smallest = replace(plan, packings=packings, context=shortest)
+        name = subject.scheme_name if fixed else choices[-1].name(plan.config)
+        raise shortage(smallest, free, subject.target.place).with_message(
+            f"{subject.model}: no scheme fits into {human_bytes(subject.target.free)} with {tolerance:.0%} to spare: "
+            f"{name} with {shortest} tokens needs {human_bytes(memory.estimate(smallest).total)}"
         )
     plan, scheme = choice
     name, commands = subject.model, []

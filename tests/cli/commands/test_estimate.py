@@ -20,6 +20,7 @@ from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import Memory
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.units import human_bytes
 from tests.support.embedding_models import encoder
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.published import PUBLISHED
@@ -235,8 +236,16 @@ def test_fit_prints_commands_that_lead_there(llama: str, capsys: pytest.CaptureF
     assert "--bits 8 --group channel" in asked["commands"][0] and asked["context"] == 16384
     small = answer(capsys, llama, "--quant", "int4-g64", "--head", "int8", "--fit", "--gpu", "8GiB")
     assert "--bits 4 --group 64 --head int8 -o" in small["commands"][0] and small["scheme"] == "int4-g64+int8-g64"
+
+
+def test_a_fit_that_fails_names_what_the_smallest_scheme_needs(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    smallest = answer(capsys, llama, "--quant", "int2-g128", "--ctx", "256", "--gpu", "24GiB")["bytes"]["total"]
     assert call(llama, "--fit", "--gpu", "2GiB") == ExitCode.RESOURCES
-    assert "2.00 GiB" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"into 2.00 GiB with 3% to spare: int2-g128 with 256 tokens needs {human_bytes(smallest)}\n" in error
+    assert f"free {human_bytes(smallest - int((2 << 30) / 1.03))} more" in error
+    assert call(llama, "--fit", "--gpu", "2GiB", "--quant", "int4-g64", "--ctx", "8k") == ExitCode.RESOURCES
+    assert "spare: int4-g64 with 8192 tokens needs" in capsys.readouterr().err
 
 
 def test_what_fits_leaves_the_margin_that_verify_tolerates(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
