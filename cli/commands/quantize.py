@@ -29,6 +29,12 @@ EXAMPLES = [
 ]
 
 
+def _check_name(flags: RecipeFlags, output: Path | None) -> None:
+    if output is not None and output.suffix.lower() == ".gguf" and flags.format is None and not flags.is_gguf:
+        hint = "for a GGUF file: --bits q4_k_m; for a folder of this name: --format folder"
+        raise UsageError(f"-o {output}: a folder would be written, not a GGUF file", hint)
+
+
 @command
 def quantize(
     call: Call,
@@ -91,6 +97,7 @@ def quantize(
     if plot is not None:
         require_svg(plot)
     recipe = flags.resolve_gguf() if flags.is_gguf else flags.resolve()
+    _check_name(flags, output)
     if flags.is_gguf and sweep:
         raise UsageError("--sweep excludes GGUF", "make one file after the other")
     recipes = sweep_recipes(flags, sweep) if sweep else []

@@ -93,7 +93,7 @@ def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -
     size, report, output_error = outcome.size, outcome.report, _output_error(errors)
     worst = sorted(errors, key=lambda layer: layer.error, reverse=True)[:WORST]
     rows = [
-        ("folder", str(outcome.folder)),
+        ("file" if outcome.folder.is_file() else "folder", str(outcome.folder)),
         ("size", f"{human_bytes(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
         ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         *([] if report.evaluation is None else quality_rows(report.evaluation)),

@@ -200,6 +200,10 @@ def test_too_many_layers_merely_rounded_end_with_6(
         (["--seq", "4k"], "the model takes 2 to 2048"),
         (["--calib", "none.txt", "--seq", "1"], "windows of 1 tokens are not"),
         (["--report", "none", "--max-kl", "1"], "--max-kl needs a quality measurement"),
+        (
+            ["-o", "p.gguf"],
+            "-o p.gguf: a folder would be written, not a GGUF file\nhint: for a GGUF file: --bits q4_k_m",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -9,8 +9,9 @@ import pytest
 
 from mycli.cli.flags.gates import Gates
 from mycli.cli.reports.plot import LayerError
-from mycli.cli.reports.quantization import _output_error, steps
+from mycli.cli.reports.quantization import _output_error, show_outcome, steps
 from mycli.quant.calls.record import CallCounts, CallQuality, TokenAgreement
+from mycli.quant.output.model_card import Size
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import GateError
@@ -54,6 +55,21 @@ def test_the_output_error_is_the_mean_of_the_layers_that_have_one() -> None:
     errors = [LayerError("a", 0.01, 0.02), LayerError("b", 0.02, 0.05), LayerError("c", 0.9, None)]
     assert _output_error(errors) == "1.500% on average, 3.500% with rounding to nearest"
     assert _output_error(errors[2:]) is None
+
+
+@pytest.mark.parametrize("label", ["file", "folder"])
+def test_the_card_says_whether_the_result_is_a_file(tmp_path: Path, label: str) -> None:
+    target = tmp_path / "result"
+    if label == "file":
+        target.write_bytes(b"GGUF")
+    cards: list[list[tuple[str, str]]] = []
+    out = SimpleNamespace(answered=lambda answer: False, card=lambda title, rows: cards.append(rows))
+    report = SimpleNamespace(record={}, evaluation=None, calls=None, head=None, activations=None)
+    size = Size(8, 8, 8.0, 8, 4.0)
+    result: Any = SimpleNamespace(folder=target, size=size, report=report, layers=(), notes=())
+    call: Any = SimpleNamespace(out=out)
+    show_outcome(call, result, [])
+    assert cards[0][0] == (label, str(target))
 
 
 def test_a_plan_names_the_steps_in_order() -> None:
