@@ -25,7 +25,9 @@ async def read_body(limits: ServerLimits, request: Request) -> bytes:
     typed = request.url.path.startswith("/api/") and kind in untyped
     from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
     if kind != "application/json" and (from_page or not typed):
-        raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", "unsupported_media_type")
+        wrong = f"the body must be application/json, not {kind[:60]!r}"
+        missing = "the request has no content-type; it must be application/json"
+        raise ApiError(415, wrong if kind else missing, "unsupported_media_type")
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
         raise ApiError(415, f"content-encoding {coding[:60]!r} is not supported", "unsupported_media_type")
     length = request.headers.get("content-length", "0")

@@ -139,6 +139,7 @@ def test_g3_listed_pages_may_and_only_they(scripted: Scripted) -> None:
 def test_g4_a_form_of_another_site_is_no_json(served: Served, path: str, kind: str) -> None:
     answer = served.ask("POST", path, b"{}", {"content-type": kind})
     assert answer.status == 415 and answer.error["code"] == "unsupported_media_type"
+    assert (repr(kind) if kind else "no content-type") in answer.error["message"]
 
 
 @pytest.fixture
