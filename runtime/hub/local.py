@@ -186,12 +186,12 @@ def plan_removal(model: str) -> Removal:
     )
     if not is_hub_name(model):
         if not is_path(model) and "/" not in model and not Path(model).exists():
-            resolve(model)  # raises NotFoundError with similar names
+            _require_known(model)  # raises NotFoundError with similar names
         raise not_stored
     repo, revision = split_name(model)
     folder = store.repo_folder(repo)
     if not folder.is_dir():
-        resolve(model)
+        _require_known(model)
         raise not_stored
     named = model != f"{repo}@{revision}" and model != repo
     if revision is None and not named:
@@ -205,6 +205,15 @@ def plan_removal(model: str) -> Removal:
         return Removal(repo, folder, (), _size([folder]))
     others = [folder / "snapshots" / other for other in cached if other != commit]
     return Removal(model, folder, (commit,), _size([folder / "snapshots" / commit], without=others))
+
+
+def _require_known(model: str) -> None:
+    try:
+        resolve(model)
+    except NotFoundError as error:
+        if error.code in ("hub-candidates", "search-hub", "pull", "pull-online"):  # a download is no way to remove it
+            raise NotFoundError(error.message, code="list-models") from None
+        raise
 
 
 def _file_removal(model: str, folder: Path, snapshot: Path) -> Removal | None:

@@ -208,3 +208,11 @@ def test_what_mycli_did_not_store_is_left_alone(model: str, code: ExitCode, tmp_
         plan_removal(model)
     assert caught.value.exit_code == code
     assert isinstance(caught.value, UsageError | NotFoundError)
+
+
+@pytest.mark.parametrize("model", ["nothing", "llama3", "org/nothing", "org/tiny@v9"])
+def test_the_remedy_for_an_unknown_name_downloads_nothing(model: str) -> None:
+    cached(FILES)
+    with pytest.raises(NotFoundError) as caught:
+        plan_removal(model)
+    assert caught.value.code == "list-models"
