@@ -65,22 +65,21 @@ class Chat:
     def ask(self, message: str, *, replace_last: bool = False) -> None:
         """Stream the reply to `message`, or to it in place of the last one. Ctrl-C ends the reply and keeps it."""
         from mycli.runtime.engine.replies.completion import Completion
+        from mycli.runtime.engine.replies.reader import ReplyReader
+        from mycli.runtime.engine.sequence import Request
+        from mycli.runtime.tokenizer.stream import TextRules
 
+        model = self.loaded.model
         with self.conversation.attempt():
             if replace_last:
                 self.conversation.undo()
             self.conversation.turns.append(Message("user", message))
             prompt = self._prompt()
+            limit, grammar = self._limit(prompt), self._grammar(prompt)
+            request = Request(tuple(prompt), self.sampling, limit, model.stop_ids, grammar, deadline=self.deadline)
+            marks = reasoning_format(model.tokenizer).marks
             reply = Completion(
-                self.loaded.model,
-                self.loaded.engine,
-                prompt,
-                self.sampling,
-                limit=self._limit(prompt),
-                stops=self.stops,
-                grammar=self._grammar(prompt),
-                deadline=self.deadline,
-                shown=reasoning_format(self.loaded.model.tokenizer).marks,
+                self.loaded.engine, request, ReplyReader(model.tokenizer, TextRules(self.stops), shown=marks)
             )
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))

@@ -87,22 +87,27 @@ class Generator:
     def reply(self, prompt: Sequence[int], recorded: "tuple[RecordedReply, int] | None" = None) -> "Completion":
         """Return one reply; iterating over it generates its text. `recorded`: its record and seed, if it has them."""
         from mycli.runtime.engine.replies.completion import Completion
+        from mycli.runtime.engine.replies.reader import ReplyReader
+        from mycli.runtime.engine.sequence import Request
+        from mycli.runtime.tokenizer.stream import TextRules
 
-        return Completion(
-            self.loaded.model,
-            self.loaded.engine,
-            prompt,
+        record, seed = recorded or (None, 0)
+        model = self.loaded.model
+        request = Request(
+            tuple(prompt),
             self.sampling,
-            limit=self.room(prompt),
-            stops=self.stops,
-            grammar=self.grammar or (None if self.raw else self._reasoning_grammar(prompt)),
-            top=self.top,
+            self.room(prompt),
+            model.stop_ids,
+            self.grammar or (None if self.raw else self._reasoning_grammar(prompt)),
+            self.top,
             deadline=self.deadline,
-            recorded=recorded,
+            start=None if record is None else record.start(seed),
             beams=self.beams,
-            shown=() if self.raw else reasoning_format(self.loaded.model.tokenizer).marks,
-            continues=self.raw or self.loaded.model.tokenizer.template is None,
         )
+        shown = () if self.raw else reasoning_format(model.tokenizer).marks
+        before = prompt if self.raw or model.tokenizer.template is None else ()
+        reader = ReplyReader(model.tokenizer, TextRules(self.stops), shown=shown, before=before)
+        return Completion(self.loaded.engine, request, reader, record)
 
     @cached_property
     def _reasoning_grammar(self) -> GrammarOfPrompt:

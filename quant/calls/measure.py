@@ -9,16 +9,15 @@ import torch
 
 from mycli.quant.calls.prompts import CallPrompt, call_prompts
 from mycli.quant.calls.record import CallCounts, TokenAgreement
-from mycli.quant.comparison import Calls, ComparedReply, measure_divergence, read_reply, tool_format
+from mycli.quant.comparison import Calls, ComparedReply, greedy_reply, measure_divergence, read_reply, tool_format
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.replies.completion import Completion, complete_all
+from mycli.runtime.engine.replies.completion import complete_all
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.open import open_folder
-from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
@@ -156,9 +155,7 @@ def count_calls(
     config = EngineConfig(device=str(placement.device), context=context, sequences=_TOGETHER, memory_limit=memory_limit)
     syntax, calls = tool_format(tokenizer), list[Calls]()
     with open_folder(Source(folder.path.name, folder.path), folder, config) as opened:
-        replies = [
-            Completion(opened.model, opened.engine, ids, SamplingParams(), limit=_REPLY_TOKENS) for ids in encoded
-        ]
+        replies = [greedy_reply(opened, ids, _REPLY_TOKENS) for ids in encoded]
         finished = complete_all(opened.engine, ([reply] for reply in replies), _TOGETHER)
         for number, (reply, ids, prompt) in enumerate(zip(finished, encoded, prompts, strict=True), start=1):
             if reply[0].error is not None:

@@ -6,17 +6,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.reader import ReplyReader
-from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
+from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.tokenizer.stream import TextRules
 
-if TYPE_CHECKING:  # constrained replies are few, and it is a large module
+if TYPE_CHECKING:  # few replies are recorded or have logprobs
     from mycli.runtime.engine.replies.journal import RecordedReply
-    from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 
@@ -28,52 +24,18 @@ class Completion:
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        engine: Engine,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        limit: int | None = None,
-        stops: Sequence[str] = (),
-        grammar: "Grammar | None" = None,
-        top: int | None = None,
-        deadline: float | None = None,
-        recorded: "tuple[RecordedReply, int] | None" = None,
-        beams: BeamOptions | None = None,
-        shown: Sequence[str] = (),
-        continues: bool = False,
+        self, engine: Engine, request: Request, reader: ReplyReader, recorded: "RecordedReply | None" = None
     ) -> None:
-        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
-
-        `deadline`: seconds after which the reply is to end, None for any time; `recorded`: where the reply is recorded
-        and perhaps began, and the seed of its random numbers; `shown`: control tokens that are part of the text;
-        `continues`: the reply continues the text of the prompt.
-        """
-        self._recorded, start = None, None
-        if recorded is not None:
-            self._recorded, seed = recorded
-            start = self._recorded.start(seed)
-        self.request = Request(
-            tuple(prompt),
-            sampling,
-            limit,
-            loaded.stop_ids,
-            grammar,
-            top,
-            deadline=deadline,
-            start=start,
-            beams=beams,
-        )
+        """`recorded`: where the reply is recorded; it may have begun there, as the start of the request says."""
+        self.request = request
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.shortened = False  # by a limit, but it matches the grammar
         self.error: UserError | None = None
-        self.timing = Timing(prompt=len(prompt))
-        self._engine = engine
-        self._reader = ReplyReader(loaded.tokenizer, TextRules(stops), shown=shown, before=prompt if continues else ())
+        self.timing = Timing(prompt=len(request.prompt))
+        self._engine, self._reader, self._recorded = engine, reader, recorded
 
     def fail(self, error: UserError) -> None:
         self.error, self.finish_reason = error, "error"

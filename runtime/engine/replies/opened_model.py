@@ -164,30 +164,32 @@ class OpenedModel:
 
     def _text_reply(self, text: str, options: ReplyOptions) -> "Completion":
         if options.get("raw") or self.tokenizer.template is None:
-            return self._reply(self.tokenizer.encode(text, add_special=True), options, continues=True)
+            tokens = self.tokenizer.encode(text, add_special=True)
+            return self._reply(tokens, options, before=tokens)
         return self._chat_reply([Message("user", text)], options)
 
     def _chat_reply(self, messages: Sequence[Message | Mapping[str, str]], options: ReplyOptions) -> "Completion":
         conversation = [message if isinstance(message, Message) else Message(**message) for message in messages]  # type: ignore[arg-type]  # Message checks the role
         return self._reply(self.tokenizer.apply_chat_template(conversation), options)
 
-    def _reply(self, tokens: Sequence[int], options: ReplyOptions, continues: bool = False) -> "Completion":
+    def _reply(self, tokens: Sequence[int], options: ReplyOptions, before: Sequence[int] = ()) -> "Completion":
         from mycli.runtime.engine.replies.completion import Completion
-        from mycli.runtime.engine.sequence import reply_room
+        from mycli.runtime.engine.replies.reader import ReplyReader
+        from mycli.runtime.engine.sequence import Request, reply_room
+        from mycli.runtime.tokenizer.stream import TextRules
 
         limit = options.get("max_tokens")
         if limit is None and reply_room(self.engine.context, len(tokens)) > DEFAULT_MAX_TOKENS:
             limit = DEFAULT_MAX_TOKENS
-        return Completion(
-            self.model,
-            self.engine,
-            tokens,
+        request = Request(
+            tuple(tokens),
             options.get("params") or recommended(self.model.defaults),
-            limit=limit,
-            stops=options.get("stop", ()),
-            top=options.get("logprobs"),
-            continues=continues,
+            limit,
+            self.model.stop_ids,
+            logprobs=options.get("logprobs"),
         )
+        reader = ReplyReader(self.tokenizer, TextRules(options.get("stop", ())), before=before)
+        return Completion(self.engine, request, reader)
 
     def _finish(self, replies: "list[Completion]") -> "list[Completion]":
         from mycli.runtime.engine.replies.completion import finish_replies

@@ -15,11 +15,14 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.replies.completion import Completion, complete_all, finish_replies
+from mycli.runtime.engine.replies.reader import ReplyReader
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.stream import TextRules
 from tests.support.engines import contiguous_engine
 from tests.support.paths import PICO
 
@@ -33,10 +36,22 @@ def prompt(pico: LoadedModel, text: str) -> list[int]:
     return pico.tokenizer.apply_chat_template([Message("user", text)])
 
 
+def completion(
+    pico: LoadedModel,
+    engine: Engine,
+    ids: Sequence[int],
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008  # frozen
+    stops: Sequence[str] = (),
+    **options: Any,
+) -> Completion:
+    request = Request(tuple(ids), sampling, stop_ids=pico.stop_ids, **options)
+    return Completion(engine, request, ReplyReader(pico.tokenizer, TextRules(stops)))
+
+
 def drawn(
-    pico: LoadedModel, engine: Engine, ids: list[int], sampling: SamplingParams, count: int, **options: object
+    pico: LoadedModel, engine: Engine, ids: list[int], sampling: SamplingParams, count: int, **options: Any
 ) -> list[Completion]:
-    replies = [Completion(pico, engine, ids, sampling, **options) for _ in range(count)]  # type: ignore[arg-type]  # named
+    replies = [completion(pico, engine, ids, sampling, **options) for _ in range(count)]
     finish_replies(engine, [replies])
     return replies
 
@@ -48,8 +63,8 @@ def paged(pico: LoadedModel, tokens: int, context: int = 256) -> Engine:
 def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
     ids = prompt(pico, "What is the capital of Japan?")
     engine = paged(pico, 1024)
-    samples = drawn(pico, engine, ids, SamplingParams(), 3, limit=40, top=1)
-    reply = Completion(pico, contiguous_engine(pico.runner, 128), ids, SamplingParams(), limit=40)
+    samples = drawn(pico, engine, ids, SamplingParams(), 3, limit=40, logprobs=1)
+    reply = completion(pico, contiguous_engine(pico.runner, 128), ids, limit=40)
     text = "".join(reply)
     for sample in samples:
         assert (text, reply.tokens, reply.finish_reason) == (sample.text, sample.tokens, sample.finish_reason)
@@ -61,7 +76,7 @@ def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
 def stories(pico: LoadedModel) -> list[str]:
     ids = prompt(pico, "Tell me a story.")
     return [
-        "".join(Completion(pico, contiguous_engine(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60))
+        "".join(completion(pico, contiguous_engine(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60))
         for seed in ((1 << 63) - 2, (1 << 63) - 1, -(1 << 63), 1 - (1 << 63))
     ]
 
@@ -92,7 +107,10 @@ def test_the_prompt_is_read_once(pico: LoadedModel, monkeypatch: pytest.MonkeyPa
 
 def test_samples_end_alone_at_their_stops(pico: LoadedModel) -> None:
     ids = prompt(pico, "Tell me a story.")
-    samples = drawn(pico, paged(pico, 1024), ids, SamplingParams(1.0, seed=5), 4, limit=60, stops=("was", "had"), top=0)
+    sampling = SamplingParams(1.0, seed=5)
+    samples = drawn(pico, paged(pico, 1024), ids, sampling, 4, limit=60, stops=("was", "had"), logprobs=0)
+        pico, paged(pico, 1024), ids, SamplingParams(1.0, seed=5), 4, limit=60, stops=("was", "had"), logprobs=0
+    )
     for sample in samples:
         assert len(sample.logprobs) == len(sample.tokens) <= 60
         assert not ("was" in sample.text or "had" in sample.text)
@@ -120,14 +138,11 @@ def test_a_file_of_prompts_goes_through_together_and_comes_out_in_order(pico: Lo
     engine = paged(pico, 1024)
     asked = [prompt(pico, f"What is the capital of {name}?") for name in names]
     asked.insert(2, [1] * 999)
-    groups = [[Completion(pico, engine, ids, SamplingParams(), limit=30)] for ids in asked]
+    groups = [[completion(pico, engine, ids, limit=30)] for ids in asked]
     found = [group[0] for group in complete_all(engine, groups, 3)]
     assert [reply.request.prompt for reply in found] == [tuple(ids) for ids in asked]
     assert isinstance(found[2].error, UsageError) and found.pop(2).text == ""
-    alone = [
-        Completion(pico, contiguous_engine(pico.runner, 64), reply.request.prompt, SamplingParams(), limit=30)
-        for reply in found
-    ]
+    alone = [completion(pico, contiguous_engine(pico.runner, 64), reply.request.prompt, limit=30) for reply in found]
     assert [reply.text for reply in found] == ["".join(reply) for reply in alone]
     assert not engine.has_work or not engine.step(), "nobody is left behind"
 

@@ -12,7 +12,8 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.completion import Completion
-from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.engine.replies.reader import ReplyReader
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.served import Served
 
@@ -49,7 +50,8 @@ def question(text: str = JAPAN) -> list[dict[str, str]]:
 def test_a_reply_is_the_one_of_the_engine_alone(client: openai.OpenAI, loaded: LoadedModel) -> None:
     prompt = loaded.tokenizer.apply_chat_template([Message("user", JAPAN)])
     engine = Engine(loaded.runner, CacheShape.contiguous(512), loaded.vocabulary_size)
-    alone = Completion(loaded, engine, prompt, SamplingParams(), limit=40)
+    request = Request(tuple(prompt), limit=40, stop_ids=loaded.stop_ids)
+    alone = Completion(engine, request, ReplyReader(loaded.tokenizer))
     expected = "".join(alone)
     whole = client.chat.completions.create(model="pico", messages=question(), temperature=0, max_tokens=40)
     assert whole.choices[0].message.content == expected and whole.choices[0].finish_reason == "stop"

@@ -9,11 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.completion import Completion
+from mycli.runtime.engine.replies.reader import ReplyReader
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.stream import TextRules
 from tests.support.engines import contiguous_engine
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -33,9 +36,18 @@ def copy(tmp_path: Path) -> Path:
     return folder
 
 
-def reply(loaded: LoadedModel, messages: list[Message], **options: object) -> Completion:
+def reply(
+    loaded: LoadedModel,
+    messages: list[Message],
+    engine: Engine | None = None,
+    *,
+    limit: int | None = None,
+    stops: tuple[str, ...] = (),
+) -> Completion:
     prompt = loaded.tokenizer.apply_chat_template(messages)
-    return Completion(loaded, contiguous_engine(loaded.runner, 256), prompt, SamplingParams(), **options)  # type: ignore[arg-type]
+    request = Request(tuple(prompt), limit=limit, stop_ids=loaded.stop_ids)
+    reader = ReplyReader(loaded.tokenizer, TextRules(stops))
+    return Completion(engine or contiguous_engine(loaded.runner, 256), request, reader)
 
 
 def test_streamed_text_is_the_text_of_the_tokens(pico: LoadedModel) -> None:
@@ -49,9 +61,9 @@ def test_streamed_text_is_the_text_of_the_tokens(pico: LoadedModel) -> None:
 def test_a_stop_string_across_tokens_is_never_shown(pico: LoadedModel) -> None:
     whole = "".join(reply(pico, STORY))
     stop = whole[20:33]
-    answer = reply(pico, STORY, stops=[stop])
+    answer = reply(pico, STORY, stops=(stop,))
     assert "".join(answer) == whole[: whole.index(stop)] and answer.finish_reason == "stop"
-    never = reply(pico, STORY, stops=[whole[-6:] + "!"])
+    never = reply(pico, STORY, stops=(whole[-6:] + "!",))
     assert "".join(never) == whole, "the beginning of a stop at the end of a reply is shown after all"
 
 
@@ -60,7 +72,7 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
     list(short)
     assert (short.finish_reason, len(short.tokens)) == ("length", 5)
     prompt = pico.tokenizer.apply_chat_template(STORY)
-    full = Completion(pico, contiguous_engine(pico.runner, len(prompt) + 6), prompt, SamplingParams())
+    full = reply(pico, STORY, contiguous_engine(pico.runner, len(prompt) + 6))
     list(full)
     assert (full.finish_reason, len(full.tokens)) == ("context", 7), "the last token needs no place in the cache"
     with pytest.raises(UsageError, match=f"{len(prompt)} prompt tokens and 500 more"):
@@ -68,12 +80,11 @@ def test_the_end_of_the_limit_and_of_the_context(pico: LoadedModel) -> None:
 
 
 def test_a_consumer_that_leaves_does_not_spoil_the_engine(pico: LoadedModel) -> None:
-    engine, prompt = contiguous_engine(pico.runner, 256), pico.tokenizer.apply_chat_template(STORY)
-    stream = iter(Completion(pico, engine, prompt, SamplingParams()))
+    engine = contiguous_engine(pico.runner, 256)
+    stream = iter(reply(pico, STORY, engine))
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
-    again = Completion(pico, engine, prompt, SamplingParams())
-    assert "".join(again) == "".join(reply(pico, STORY))
+    assert "".join(reply(pico, STORY, engine)) == "".join(reply(pico, STORY))
 
 
 def test_every_source_of_end_tokens_counts(copy: Path) -> None:
