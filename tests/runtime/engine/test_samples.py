@@ -109,8 +109,6 @@ def test_samples_end_alone_at_their_stops(pico: LoadedModel) -> None:
     ids = prompt(pico, "Tell me a story.")
     sampling = SamplingParams(1.0, seed=5)
     samples = drawn(pico, paged(pico, 1024), ids, sampling, 4, limit=60, stops=("was", "had"), logprobs=0)
-        pico, paged(pico, 1024), ids, SamplingParams(1.0, seed=5), 4, limit=60, stops=("was", "had"), logprobs=0
-    )
     for sample in samples:
         assert len(sample.logprobs) == len(sample.tokens) <= 60
         assert not ("was" in sample.text or "had" in sample.text)
