@@ -1,7 +1,7 @@
 """The product of a 16-bit weight, or of experts', and few rows: in a fused pass between packed ones, or routed."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,6 @@ from mycli.runtime.kernels.triton.product.matmul import (
     uses_ptx,
 )
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
-
-if TYPE_CHECKING:
-    from mycli.runtime.kernels.triton.product.grouped import Routed
-    from mycli.runtime.kernels.triton.split_k import Epilogue
 
 _BLOCK_N, _WARPS = 64, 4
 _TILES_K = (128, 64, 32)  # columns of an iteration: whole cache lines of each row of the weight
@@ -61,22 +57,12 @@ class DenseProduct(FewRowsProduct):
             raise ValueError(f"activations {tuple(x.shape)} {x.dtype}: want {self.weight.dtype}, [rows, {self.k}]")
         return self._operand(x, tile or self.tile(len(x)), 0)
 
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        x: Activation,
-        y: Tensor,
-        part_tiles: int,
-        epilogue: "Epilogue | None",
-        routed: "Routed | None",
-        options: Mapping[str, Any],
-    ) -> None:
+    def _launch(self, grid: tuple[int, int, int], x: Activation, y: Tensor, arguments: Mapping[str, Any]) -> None:
         from mycli.runtime.kernels.triton.product.dense_kernel import dense_kernel
 
         dense_kernel[grid](
-            self.weight, x.values, x.scaled_sums, y,
-            y.shape[1], self.n, self.k_stored, x.sums.shape[1], part_tiles, x.rms, epilogue, routed,
-            TILE_K=self.tile_k, DOT=_dot(self.weight.dtype), **options,
+            self.weight, x.values, x.scaled_sums, y, k=self.k_stored,
+            TILE_K=self.tile_k, DOT=_dot(self.weight.dtype), **arguments,
         )  # fmt: skip
 
 

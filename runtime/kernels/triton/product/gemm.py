@@ -71,7 +71,7 @@ def _load_weights(
         w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
         w = w.permute(0, 1, 8, 3, 2, 6, 5, 4, 7) if WGMMA else w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
     elif BITS == 4:
-        w = unpack4(a, ASM) if CODES == "int" or CODES == "iq3_s" else table4(a, CODES, ASM)
+        w = unpack4(a, ASM) if CODES == "int" else table4(a, CODES, ASM)
         w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
         if WGMMA:
             w = w.permute(0, 5, 1, 8, 3, 2, 6, 9, 4, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 6, 9, 4, 7)

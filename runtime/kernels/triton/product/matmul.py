@@ -73,7 +73,8 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
         "CHUNK_K": layout.chunk_k,
         "SCALE": _SCALES[scale_dtype],
         "CHANNEL": packing.group_size is None,
-        "CODES": packing.codes,
+        # Of iq3_s, the odd numbers, UNIT and ZERO make what they make of integers.
+        "CODES": "int" if packing.codes == "iq3_s" else packing.codes,
         "UNIT": TABLE_UNIT.get(packing.codes, 1.0),
         "ZERO": zero_code(packing),
         "ASM": ptx,
@@ -218,17 +219,8 @@ class FewRowsProduct(ABC):
         return Activation(values, stored, shape)
 
     @abstractmethod
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        x: Activation,
-        y: Tensor,
-        part_tiles: int,
-        epilogue: "Epilogue | None",
-        routed: "Routed | None",
-        options: Mapping[str, Any],
-    ) -> None:
-        """Launch the product: `part_tiles` tiles of K for each part of y [parts, rows, n]; options: of the tile."""
+    def _launch(self, grid: tuple[int, int, int], x: Activation, y: Tensor, arguments: Mapping[str, Any]) -> None:
+        """Launch the product into y [parts, rows, n]; arguments: those that every such kernel has, by name."""
 
     def partial(
         self,
@@ -255,7 +247,14 @@ class FewRowsProduct(ABC):
         following, last = (None, epilogue) if shape.epilogue_in_product else (epilogue, None)
         if last is not None and (count := pieces(self.n, last)) > last.counters.numel():
             raise ValueError(f"{last.counters.numel()} counters are too few for {count} pieces of {rows} rows")
-        options = {
+        arguments = {
+            "rows": rows,
+            "n": self.n,
+            "rows_padded": x.sums.shape[1],
+            "tiles_per_part": part_tiles,
+            "rms": x.rms,
+            "epilogue": last,
+            "routed": None if routed is None else routed.arguments(),
             "BLOCK_N": shape.block_n,
             "BLOCK_M": shape.block_m,
             "WARPS": shape.warps,
@@ -267,8 +266,7 @@ class FewRowsProduct(ABC):
             "num_warps": shape.warps,
             "num_stages": shape.stages,
         }
-        arguments = None if routed is None else routed.arguments()
-        self._launch((columns, parts, blocks), x, y, part_tiles, last, arguments, options)
+        self._launch((columns, parts, blocks), x, y, arguments)
         if following is not None:
             launch_epilogue(y, following, self.chip.pdl)
         return y
@@ -323,23 +321,13 @@ class TritonMatmul(FewRowsProduct):
         prepare_kernel[(x.shape[0], -(-into.tiles // tiles))](x, into.operand(), self.k, x.stride(0), TILES=tiles)
         return into
 
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        x: Activation,
-        y: Tensor,
-        part_tiles: int,
-        epilogue: "Epilogue | None",
-        routed: "Routed | None",
-        options: Mapping[str, Any],
-    ) -> None:
+    def _launch(self, grid: tuple[int, int, int], x: Activation, y: Tensor, arguments: Mapping[str, Any]) -> None:
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
         multiply_kernel[grid](
-            self.codes, self.scales, self.offsets, x.values, x.sums, y,
-            y.shape[1], self.n, self._n_padded, self.k_stored, x.sums.shape[1], part_tiles,
-            x.rms, epilogue, routed,
-            **self._constants(), UNROLL=x.tile.unroll(self.tile_k, self.k_stored), PERMUTED=x.tile.permuted, **options,
+            self.codes, self.scales, self.offsets, x.values, x.sums, y, n_padded=self._n_padded, k_padded=self.k_stored,
+            UNROLL=x.tile.unroll(self.tile_k, self.k_stored), PERMUTED=x.tile.permuted,
+            **self._constants(), **arguments,
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def row_terms(
     ZERO: tl.constexpr,
 ):
     """Return (factor, bias) to remove from unpacked codes, fp32 [BLOCK_N]."""
-    if CODES == "int" or CODES == "iq3_s":
+    if CODES == "int":
         step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
         factor, bias = UNIT / step, 1024.0 + step * ZERO
     else:
