@@ -144,7 +144,7 @@ def chi_squared(
     `sampling` should leave few tokens (top-k): both models run once for each; and have no penalties.
     """
     sampler = Sampler(sampling, subject.vocabulary_size, subject.runner.device)
-    sampler.observe(torch.tensor([prompt], device=subject.runner.device))
+    sampler.seen.observe_prompt(prompt)
     target = _rows(PrefixLogits(subject.runner, subject.context), prompt)
     if isinstance(draft, DraftModel):
         draft_rows = _rows(PrefixLogits(draft.runner, draft.context), prompt)

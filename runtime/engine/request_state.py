@@ -64,7 +64,7 @@ class RequestState:
             stop_ids=request.stop_ids,
             min_tokens=request.min_tokens,
         )
-        sampler.observe_ids(request.prompt)
+        sampler.seen.observe_prompt(request.prompt)
         if start is not None:
             sampler.resume(start.tokens, start.shortened)
         return cls(sampler, recorder, None if request.beams else sampler.device_sampling())

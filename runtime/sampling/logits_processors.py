@@ -31,17 +31,18 @@ class SeenTokens:
             self.counts = torch.zeros(sequences, vocab_size, device=device)
         self.needed = self.seen is not None or self.counts is not None
 
+    def observe_prompt(self, tokens: Sequence[int]) -> None:
+        if self.seen is not None:
+            self.seen[:, torch.tensor(tokens, device=self._device).clamp(max=self._last)] = True
+
     def observe(self, tokens: Tensor) -> None:
+        """Add tokens of the reply, int64 [sequences, tokens]."""
+        if not self.needed:
+            return
+        places = tokens.clamp(max=self._last)
         if self.seen is not None:
-            self.seen.scatter_(1, tokens.clamp(max=self._last), True)
-
-    def observe_ids(self, tokens: Sequence[int]) -> None:
-        if self.seen is not None:
-            self.observe(torch.tensor([tokens], device=self._device))
-
-    def count(self, tokens: Tensor) -> None:
+            self.seen.scatter_(1, places, True)
         if self.counts is not None:
-            places = tokens.clamp(max=self._last)
             self.counts.scatter_add_(1, places, torch.ones_like(places, dtype=self.counts.dtype))
 
     def after(self, rows: int, following: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:

@@ -124,19 +124,10 @@ class Sampler:
         """Whether the next token must not be a stop token."""
         return self._missing > 0
 
-    def observe(self, tokens: Tensor) -> None:
-        self.seen.observe(tokens)
-
-    def observe_ids(self, tokens: Sequence[int]) -> None:
-        self.seen.observe_ids(tokens)
-
     def resume(self, tokens: Sequence[int], shortened: bool) -> None:
         """Observe the tokens of a reply that were drawn before it was interrupted. Raises ModelError as grammars do."""
-        if self.seen.needed:
-            for token in tokens:
-                drawn = torch.tensor([[token]], device=self._device)
-                self.seen.observe(drawn)
-                self.seen.count(drawn)
+        if tokens:
+            self.seen.observe(torch.tensor([tokens], device=self._device))
         self._missing -= len(tokens)
         if self._constraint is not None:
             self._constraint.resume(tokens, shortened)
@@ -177,7 +168,6 @@ class Sampler:
             token = token.new_tensor([[self._constraint.accept(int(token))]])
         if not self._plain:
             self.seen.observe(token)
-            self.seen.count(token)
             if self._recorder is not None:
                 self._recorder.record(raw, token[:, 0].tolist())
         return token
@@ -220,20 +210,15 @@ class Sampler:
         if not self.plain_greedy:
             self.numbers.take(len(tokens))
         if self.seen.needed:
-            rows = torch.tensor([tokens], device=self._device)
-            self.seen.observe(rows)
-            self.seen.count(rows)
+            self.seen.observe(torch.tensor([tokens], device=self._device))
 
     # What follows serves speculation (`runtime.speculative`): one sequence, whose rows are successive positions.
 
     def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn from its row of logits [rows or more, vocab or more]."""
         self._missing -= len(tokens)
-        if not self.seen.needed and self._recorder is None:
-            return
-        rows = torch.tensor([tokens], device=logits.device)
-        self.seen.observe(rows)
-        self.seen.count(rows)
+        if self.seen.needed:
+            self.seen.observe(torch.tensor([tokens], device=self._device))
         if self._recorder is not None:
             self._recorder.record(logits[: len(tokens), : self.vocab_size], tokens)
 

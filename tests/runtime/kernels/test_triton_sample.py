@@ -129,7 +129,6 @@ def draws(case: Case, name: str) -> tuple[list[int], list[int]]:
     drawn = torch.randint(0, case.vocab, (9, case.sequences, 1), generator=generator, device="cpu")
     for tokens in drawn.to(logits.device):
         seen.observe(tokens)
-        seen.count(tokens)
     for buffer, value in (
         (to.temperature, sampling.temperature),
         (to.top_k, sampling.top_k or case.vocab),

@@ -22,7 +22,7 @@ def reference(logits: list[float], reply: list[int], presence: float, frequency:
 def test_greedy_draws_are_those_of_the_formula(presence: float, frequency: float) -> None:
     settings = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
     sampler = Sampler(settings, VOCAB, torch.device("cpu"))
-    sampler.observe(torch.tensor([[0, 1, 2, 3]]))  # the prompt does not count
+    sampler.seen.observe_prompt([0, 1, 2, 3])  # the prompt does not count
     noise, reply = torch.Generator().manual_seed(1), list[int]()
     for _ in range(60):
         logits = torch.randn(1, VOCAB, generator=noise)

@@ -76,7 +76,7 @@ def test_distribution_equals_transformers(name: str) -> None:
 def test_draws_follow_the_distribution(name: str) -> None:
     logits = random_logits(7)
     sampler = Sampler(SamplingParams(**{**vars(SETTINGS[name]), "seed": 11}), VOCAB, torch.device("cpu"))
-    sampler.observe(SEEN)
+    sampler.seen.observe_prompt(SEEN[0].tolist())
     weights = sampler.probabilities(logits).expand(DRAWS, -1)
     counts = torch.bincount(sampler.draw(weights)[:, 0], minlength=VOCAB).double()
     probabilities = expected(logits.double(), SETTINGS[name])[0]

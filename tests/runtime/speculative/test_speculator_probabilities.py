@@ -79,7 +79,7 @@ def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> Non
         engine = speculating(target, proposer, FixedDraftLength(4))
         number = engine.submit(Request(tuple(PAIRS), sampling, limit=length))
         engine._states[number].sampler = ChoosingSampler(sampling, VOCAB, choose)
-        engine._states[number].sampler.observe_ids(PAIRS)
+        engine._states[number].sampler.seen.observe_prompt(PAIRS)
         return tuple(token for output in drain(engine)[number] for token in output.tokens)
 
     outcomes = all_outcomes(run)
@@ -96,7 +96,7 @@ def test_a_pass_over_several_drafts_has_exactly_the_probabilities_of_the_target(
 
     def run(choose: Choose) -> tuple[int, ...]:
         sampler = ChoosingSampler(sampling, VOCAB, choose)
-        sampler.observe(torch.tensor([PROMPT]))
+        sampler.seen.observe_prompt(PROMPT)
         (proposal,) = proposer.propose([DraftRequest(0, PROMPT, 2, sampler)])
         proposer.finish(0, PROMPT)
         rows = [target.logits((*PROMPT, *proposal.tokens[:count])) for count in range(3)]
