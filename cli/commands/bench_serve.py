@@ -287,7 +287,9 @@ def bench_serve(
         if not re.match(_URL, model):
             with about(call, model):
                 resolve(model, offline=call.offline)  # before minutes of measurements of the models before it
-    flags = ["--draft", draft, *loading.arguments()]
+    # Defaults too, over those that config.toml has for a server.
+    flags = ["--draft", draft, "--device", loading.device, "--dtype", loading.dtype, "--kv", loading.kv]
+    flags += options.option_words(loading)
     rows: list[Row] = []
     try:
         for measured in _measure_all(call, models, loads, repetitions, flags):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mycli.cli.command import Call, command, subject_of
 from mycli.cli.flags import options
@@ -19,11 +19,10 @@ from mycli.cli.flags.records import (
     ReasoningFlags,
     TemplateFlags,
 )
-from mycli.cli.flags.several import SeveralModelsFlags, option_words
+from mycli.cli.flags.several import SeveralModelsFlags
 from mycli.cli.load import announce_slow_passes, load_engine, warm_up_engine
 from mycli.cli.reasons import passes_json
 from mycli.cli.serving.other_engines import EngineFlags, OtherEngine, start
-from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.run_file import RunningServer, announced
@@ -42,6 +41,9 @@ EXAMPLES = (
     "mycli serve pico --port 9000 --alias gpt-4o-mini --ctx 1k",
     "mycli serve pico pico-draft --idle 10m",
 )
+# Options for which `start` of another engine has a use, or an answer of its own.
+_SHARED = {"--host", "--port", "--api-key-file", "--insecure-no-auth", "--cors", "--alias"}
+_SHARED |= {"--device", "--threads", "--dtype", "--kv", "--activations", "--ctx"}
 
 
 @command
@@ -82,7 +84,7 @@ def serve(
     engine = other.resolve()
     if engine is not None:
         model = _single(models or (), engine)
-        _refuse_own_options(engine, address, reasoning, templates, several, config)
+        _refuse_own_options(engine, address, reasoning, templates, several, loading, prefix_cache)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
@@ -91,8 +93,8 @@ def serve(
         from mycli.cli.serving.serve_several import serve_several
 
         sequences = ["--max-sequences", str(max_sequences)]
-        words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning)]
-        words += [*option_words(templates), *sequences]
+        records = (loading, prefix_cache, reasoning, templates)
+        words = [*(word for record in records for word in options.option_words(record)), *sequences]
         words += ["--no-record"] * address.no_record
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
@@ -128,45 +130,9 @@ def _single(models: Sequence[str], engine: OtherEngine) -> str:
     return models[0]
 
 
-def _refuse_own_options(
-    engine: OtherEngine,
-    address: AddressFlags,
-    reasoning: ReasoningFlags,
-    templates: TemplateFlags,
-    several: SeveralModelsFlags,
-    config: EngineConfig,
-) -> None:
-    default = AddressFlags()
-    used = {
-        "--api-keys-file": address.keys_file is not None,
-        "--allow-host": bool(address.hosts),
-        "--grace": address.grace != default.grace,
-        "--max-waiting": address.waiting != default.waiting,
-        "--log-format": address.log_format is not None,
-        "--reasoning-budget": reasoning.budget is not None,
-        "--deadline": reasoning.deadline is not None,
-        "--chat-template": templates.chat_template is not None,
-        "--template-arg": bool(templates.template_arg),
-        "--reasoning-effort": templates.reasoning_effort is not None,
-        "--no-record": address.no_record,
-        "--extra-properties": address.extra_properties,
-        "--unix-socket": address.unix_socket is not None,
-        "--socket-group": address.socket_group is not None,
-        "--models-dir": several.models_dir is not None,
-        "--idle": several.idle is not None,
-        "--pin": bool(several.pinned),
-        "--manage-models": several.manages,
-        "--memory": several.memory is not None,
-        "--draft": config.draft is not None,
-        "--adapter": config.adapter is not None,
-        "--shadow": config.prompt_copy == "16bit",
-        "--fp8-prompts": config.prompt_copy == "fp8",
-        "--portable-bits": config.portable,
-        "--allow-nonfinite": config.allow_nonfinite,
-        "--prefix-cache-dir": config.prefix_folder is not None,
-    }
-    for flag, is_used in used.items():
-        if is_used:
+def _refuse_own_options(engine: OtherEngine, *records: Any) -> None:
+    for flag in (flag for record in records for flag in options.given_options(record)):
+        if flag not in _SHARED:
             raise UsageError(f"{flag} is not available with {engine.title}", f"omit {flag}, or omit --engine")
 
 

@@ -1,8 +1,9 @@
 """Options that several commands share, with one name, help and check; counts accept 32k and 1M, memory 24GiB."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -137,6 +138,32 @@ def time_span(flags: str, text: str, **settings: Any) -> Any:
 
 def argument(metavar: str, text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
     return typer.Argument(metavar=metavar, help=text, show_default=False, autocompletion=complete)
+
+
+def _given(record: Any) -> Iterator[tuple[str, Any, Any]]:
+    # The flag, the declaration and the value of each option of a record that differs from its default.
+    hints = get_type_hints(type(record), include_extras=True)
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        if value != entry.default and value is not None:
+            declared = hints[entry.name].__metadata__[0]
+            # Inside Annotated, typer takes the first spelling for the default until it builds the parser.
+            names = (declared.default, *declared.param_decls)
+            yield max((name for name in names if isinstance(name, str)), key=len), declared, value
+
+
+def given_options(record: Any) -> list[str]:
+    """Return the flags of the options of a record that differ from their defaults."""
+    return [name for name, _, _ in _given(record)]
+
+
+def option_words(record: Any) -> list[str]:
+    """Return the options of a record that differ from their defaults, as words of a command line."""
+    words: list[str] = []
+    for name, declared, value in _given(record):
+        for item in value if isinstance(value, list) else [value]:
+            words += [name] if item is True else [name, f"{item}B" if declared.parser is parse_memory else str(item)]
+    return words
 
 
 _MODEL = (

@@ -14,6 +14,7 @@ from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES
 _GROUPS = (*map(str, GROUP_SIZES), "channel")
 _SPECS = {name: solvers.spec(name) for name in solvers.names()}
 _DEFAULT_GROUP = _SPECS[solvers.DEFAULT].group
+_FOR_GGUF = ("--bits", "--format", "--target-size", "--calib", "--samples", "--seq", "--seed")
 _OTHER_GROUPS = [f"{spec.group} for {name}" for name, spec in _SPECS.items() if spec.group != _DEFAULT_GROUP]
 
 
@@ -153,10 +154,8 @@ class RecipeFlags:
         """Return the recipe of a GGUF file. Raises UsageError for options that it does not have."""
         if self.format == "folder":
             raise UsageError("--format folder excludes GGUF types and --target-size", "use --format gguf")
-        plain = RecipeFlags()
-        for flag in ("method", "target_bpw", "group", "scales", "head", "tune", "tune_codes", "hessian"):
-            if getattr(self, flag) != getattr(plain, flag):
-                name = f"--{flag.replace('_', '-')}"
+        for name in options.given_options(self):
+            if name not in _FOR_GGUF:
                 raise UsageError(f"{name} does not apply to GGUF, whose types decide it", f"omit {name}")
         if self.bits is not None and self.target_size is not None:
             raise UsageError("--bits and --target-size exclude each other", "use one of the two")

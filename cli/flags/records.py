@@ -68,15 +68,6 @@ class RunFlags:
             raise UsageError("--shadow and --fp8-prompts both choose the weights for prompts", "omit one")
         return "fp8" if self.fp8_prompts else "16bit" if self.shadow else "none"
 
-    def arguments(self) -> list[str]:
-        """Return the options for the command line of `mycli serve`."""
-        words = ["--device", self.device, "--dtype", self.dtype, "--kv", self.kv]
-        words += ["--shadow"] * self.shadow + ["--fp8-prompts"] * self.fp8_prompts
-        words += [] if self.activations == "auto" else ["--activations", self.activations]
-        words += ["--portable-bits"] * self.portable_bits
-        words += [] if self.adapter is None else ["--adapter", self.adapter]
-        return words + ([] if self.expert_memory is None else ["--expert-memory", f"{self.expert_memory}B"])
-
 
 @dataclass(frozen=True)
 class LoadFlags(RunFlags):

@@ -1,18 +1,18 @@
 """Options of one reply, as typed: the prompt, the output format, and beam search."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mycli.cli.flags import options
 from mycli.cli.flags.records import SamplingFlags
 from mycli.cli.text.input import read_file, read_prompt
+from mycli.runtime.engine.sequence import BeamOptions
 from mycli.runtime.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.runtime.engine.loading.loader import LoadedModel
-    from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
 
@@ -121,22 +121,17 @@ class BeamFlags:
 
     def resolve(
         self, samples: int, sampling: SamplingFlags, grammar: GrammarFlags, draft: str, logprobs: int | None
-    ) -> "BeamOptions | None":
+    ) -> BeamOptions | None:
         """Return the options of the search. Raises UsageError for options that a search does not have."""
         early = options.choice("--early-stopping", self.early_stopping, ("off", "on", "never"))
         if self.beams is None:
             if self != BeamFlags():
                 raise UsageError("--length-penalty and --early-stopping need --beams", "add --beams N")
             return None
-        from mycli.runtime.engine.sequence import BeamOptions
-
-        used = {f"--{name.replace('_', '-')}": value is not None for name, value in vars(sampling).items()}
-        formats = {"--schema": grammar.schema, "--regex": grammar.regex, "--json-mode": grammar.json_mode or None}
-        used |= {name: value is not None for name, value in formats.items()}
-        used |= {"--draft": draft != "none", "--logprobs": logprobs is not None}
-        for name, is_used in used.items():
-            if is_used:
-                raise UsageError(f"--beams and {name} exclude each other", f"omit --beams, or omit {name}")
+        excluded = [*options.given_options(sampling), *options.given_options(replace(grammar, extra_properties=False))]
+        excluded += ["--draft"] * (draft != "none") + ["--logprobs"] * (logprobs is not None)
+        if excluded:
+            raise UsageError(f"--beams and {excluded[0]} exclude each other", f"omit --beams, or omit {excluded[0]}")
         if samples > self.beams:
             raise UsageError(f"--samples {samples} of {self.beams} beams", f"use --beams {samples}")
         return BeamOptions(self.beams, self.length_penalty, "never" if early == "never" else early == "on")

@@ -1,8 +1,8 @@
-"""Options of a server for several models, and options of a record as words of a command line."""
+"""Options of a server for several models, and keys of config.toml as words of a command line."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from mycli.cli.flags import options
 
@@ -30,25 +30,6 @@ class SeveralModelsFlags:
         int | None,
         options.size("--memory", "Memory that models may use, all together.", show_default="90% of what is free"),
     ] = None
-
-
-def option_words(record: Any) -> list[str]:
-    """Return the options of a record that differ from their defaults, as words of a command line."""
-    words: list[str] = []
-    hints = get_type_hints(type(record), include_extras=True)
-    for entry in fields(record):
-        value = getattr(record, entry.name)
-        if value == entry.default or value is None:
-            continue
-        option = hints[entry.name].__metadata__[0]
-        # Inside Annotated, typer takes the first spelling for the default until it builds the parser.
-        flag = max((word for word in (option.default, *option.param_decls) if isinstance(word, str)), key=len)
-        for item in value if isinstance(value, list) else [value]:
-            if item is True:
-                words.append(flag)
-            else:
-                words += [flag, f"{item}B" if option.parser is options.parse_memory else str(item)]
-    return words
 
 
 def setting_words(settings: dict[str, Any]) -> list[str]:

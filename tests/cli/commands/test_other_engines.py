@@ -151,6 +151,7 @@ def test_on_a_cpu_of_fewer_numa_nodes_than_parts_each_part_has_cores_of_its_own(
         (("--engine", "vllm", "--kv", "int8"), 79, 2, "--kv int8 is not supported by vLLM"),
         (("--engine", "vllm", "--activations", "8"), 79, 2, "--activations 8 is not supported by vLLM"),
         (("--engine", "vllm", "--adapter", "x"), 79, 2, "--adapter is not available with"),
+        (("--engine", "vllm", "--expert-memory", "1GiB"), 79, 2, "--expert-memory is not available with vLLM"),
         (("--engine", "vllm", "--draft", "ngram"), 79, 2, "--draft is not available with vLLM"),
         (("--engine", "vllm", "--prefix-cache-dir", "x"), 79, 2, "--prefix-cache-dir is not available with"),
         (("--engine", "vllm", "--grace", "3"), 79, 2, "--grace is not available with"),

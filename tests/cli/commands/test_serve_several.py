@@ -18,8 +18,9 @@ import pytest
 
 from mycli.cli.command import Call
 from mycli.cli.flags.address import AddressFlags
+from mycli.cli.flags.options import option_words
 from mycli.cli.flags.records import LoadFlags
-from mycli.cli.flags.several import SeveralModelsFlags, option_words, setting_words
+from mycli.cli.flags.several import SeveralModelsFlags, setting_words
 from mycli.cli.output import Output
 from mycli.cli.serving.model_catalog import Catalog, ModelRequest, requested_models
 from mycli.runtime.checkpoint.open_folder import open_model_folder

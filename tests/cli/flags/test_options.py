@@ -3,7 +3,7 @@
 import pytest
 import typer
 
-from mycli.cli.flags.options import parse_count, parse_counts, parse_memory
+from mycli.cli.flags.options import option_words, parse_count, parse_counts, parse_memory
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.main import COMMANDS, find_command
 from mycli.runtime.errors import UsageError
@@ -94,10 +94,10 @@ def test_one_copy_for_prompts_is_chosen() -> None:
     assert copies == ["none", "16bit", "fp8"]
     with pytest.raises(UsageError, match="--shadow and --fp8-prompts"):
         RunFlags(shadow=True, fp8_prompts=True).resolve()
-    assert RunFlags(fp8_prompts=True).arguments()[-1] == "--fp8-prompts"
+    assert option_words(RunFlags(fp8_prompts=True)) == ["--fp8-prompts"]
 
 
 def test_portable_bits_reach_the_engine_and_a_server() -> None:
     flags = RunFlags(portable_bits=True)
-    assert flags.resolve().portable and "--portable-bits" in flags.arguments()
-    assert not RunFlags().resolve().portable and "--portable-bits" not in RunFlags().arguments()
+    assert flags.resolve().portable and option_words(flags) == ["--portable-bits"]
+    assert not RunFlags().resolve().portable and not option_words(RunFlags())
