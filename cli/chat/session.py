@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
+from mycli.cli.flags.records import ReasoningFlags
 from mycli.cli.replies.generation import GrammarOfPrompt, describe, limit_reasoning
 from mycli.cli.text.format import compact, draft_statistics, speed_statistics
 from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.engine.replies.opened_model import OpenedModel
+from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.parsing.reasoning_parser import THINK, Part, ReasoningParser, prompt_end, reasoning_format
+from mycli.runtime.tokenizer.stream import TextRules
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:
@@ -38,8 +41,7 @@ def thinking(template: ChatTemplate, enabled: bool) -> dict[str, bool]:
 class Chat:
     """A conversation with a loaded model; `arguments` are passed to its chat template.
 
-    limit: tokens of a reply, None for all that the context has room for; reasoning_budget: tokens of reasoning, None
-    for any number; deadline: seconds of a reply, None for any time.
+    limit: tokens of a reply, None for all that the context has room for.
     """
 
     call: Call
@@ -53,8 +55,7 @@ class Chat:
     limit: int | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     session_file: SessionFile | None = None
-    reasoning_budget: int | None = None
-    deadline: float | None = None
+    reasoning: ReasoningFlags = ReasoningFlags()
     last: "Completion | None" = None
     finished: bool = False
 
@@ -66,8 +67,6 @@ class Chat:
         """Stream the reply to `message`, or to it in place of the last one. Ctrl-C ends the reply and keeps it."""
         from mycli.runtime.engine.replies.completion import Completion
         from mycli.runtime.engine.replies.reader import ReplyReader
-        from mycli.runtime.engine.sequence import Request
-        from mycli.runtime.tokenizer.stream import TextRules
 
         model = self.loaded.model
         with self.conversation.attempt():
@@ -75,12 +74,17 @@ class Chat:
                 self.conversation.undo()
             self.conversation.turns.append(Message("user", message))
             prompt = self._prompt()
-            limit, grammar = self._limit(prompt), self._grammar(prompt)
-            request = Request(tuple(prompt), self.sampling, limit, model.stop_ids, grammar, deadline=self.deadline)
-            marks = reasoning_format(model.tokenizer).marks
-            reply = Completion(
-                self.loaded.engine, request, ReplyReader(model.tokenizer, TextRules(self.stops), shown=marks)
+            request = Request(
+                tuple(prompt),
+                self.sampling,
+                self._limit(prompt),
+                model.stop_ids,
+                self._grammar(prompt),
+                deadline=self.reasoning.deadline,
             )
+            shown = reasoning_format(model.tokenizer).marks
+            reader = ReplyReader(model.tokenizer, TextRules(self.stops), shown=shown)
+            reply = Completion(self.loaded.engine, request, reader)
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))
             if not replace_last:
@@ -100,7 +104,7 @@ class Chat:
 
     @cached_property
     def _grammar(self) -> GrammarOfPrompt:
-        return limit_reasoning(self.loaded, self.reasoning_budget, self.deadline)
+        return limit_reasoning(self.loaded, self.reasoning)
 
     def save_session(self) -> None:
         """Write the session file if there is one; called after every change of the conversation."""

@@ -100,8 +100,7 @@ def chat(
         limit=None if limit == options.NO_LIMIT else limit,
         arguments={} if think is None else thinking(template, think == "on"),
         session_file=session_file,
-        reasoning_budget=reasoning.budget,
-        deadline=reasoning.deadline,
+        reasoning=reasoning,
     )
     commands = SlashCommands(chat)
     if call.out.interactive:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
+from mycli.cli.flags.records import ReasoningFlags
 from mycli.cli.flags.reply import GrammarFlags
 from mycli.cli.load import about, load_engine
 from mycli.cli.replies.receipts import format_of, loading_of
@@ -84,7 +85,7 @@ def _reply(opened: "OpenedModel", recorded: "Receipt") -> "Completion":
         stops=recorded.stops,
         raw=reply_format.raw,
         grammar=flags.resolve(reply_format.schema, opened.model),
-        reasoning_budget=reply_format.reasoning_budget,
+        reasoning=ReasoningFlags(reply_format.reasoning_budget),
     )
     return generator.reply(recorded.prompt)
 

@@ -127,8 +127,7 @@ def run(
         grammar=grammar.resolve(schema, loaded.model),
         count=samples,
         top=logprobs,
-        reasoning_budget=reasoning.budget,
-        deadline=reasoning.deadline,
+        reasoning=reasoning,
         beams=beams,
     )
     if source.batch is not None:

@@ -6,16 +6,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.flags.options import NO_LIMIT
+from mycli.cli.flags.records import ReasoningFlags
 from mycli.runtime.engine.replies.opened_model import DEFAULT_MAX_TOKENS, OpenedModel
+from mycli.runtime.engine.sequence import BeamOptions, Request, reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.tokenizer.parsing.reasoning_parser import reasoning_format
+from mycli.runtime.tokenizer.stream import TextRules
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.engine.replies.journal import RecordedReply
-    from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
@@ -30,22 +32,21 @@ TOGETHER = 64  # prompts of a batch file that run concurrently
 GrammarOfPrompt = Callable[[Sequence[int]], "Grammar | None"]
 
 
-def limit_reasoning(loaded: OpenedModel, budget: int | None, deadline: float | None) -> GrammarOfPrompt:
+def limit_reasoning(loaded: OpenedModel, limits: ReasoningFlags) -> GrammarOfPrompt:
     """Return the grammar of a chat reply by its prompt; None for replies whose reasoning has no limit."""
-    if budget is None and deadline is None:
+    if limits == ReasoningFlags():
         return lambda prompt: None
     from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
 
-    return ReasoningGrammars(loaded.model.tokenizer, loaded.model.stop_ids, budget).grammar
+    return ReasoningGrammars(loaded.model.tokenizer, loaded.model.stop_ids, limits.budget).grammar
 
 
 @dataclass(frozen=True)
 class Generator:
     """A loaded model with the settings of a command.
 
-    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs;
-    `reasoning_budget`: tokens of reasoning, None for any number; `deadline`: seconds of a reply, None for any time;
-    `beams`: search for the most likely replies instead of sampling.
+    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs; `beams`:
+    search for the most likely replies instead of sampling.
     """
 
     loaded: OpenedModel
@@ -58,9 +59,8 @@ class Generator:
     grammar: "Grammar | None" = None
     count: int = 1
     top: int | None = None
-    reasoning_budget: int | None = None
-    deadline: float | None = None
-    beams: "BeamOptions | None" = None
+    reasoning: ReasoningFlags = ReasoningFlags()
+    beams: BeamOptions | None = None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt; a text is a user message unless `raw` or without a chat template."""
@@ -75,8 +75,6 @@ class Generator:
 
     def room(self, prompt: Sequence[int]) -> int | None:
         """Return the limit of a reply to `prompt`: the default fits the context, one that was given may be refused."""
-        from mycli.runtime.engine.sequence import reply_room
-
         if self.limit is not None:
             return None if self.limit == NO_LIMIT else self.limit
         default = DEFAULT_MAX_TOKENS
@@ -88,8 +86,6 @@ class Generator:
         """Return one reply; iterating over it generates its text. `recorded`: its record and seed, if it has them."""
         from mycli.runtime.engine.replies.completion import Completion
         from mycli.runtime.engine.replies.reader import ReplyReader
-        from mycli.runtime.engine.sequence import Request
-        from mycli.runtime.tokenizer.stream import TextRules
 
         record, seed = recorded or (None, 0)
         model = self.loaded.model
@@ -100,7 +96,7 @@ class Generator:
             model.stop_ids,
             self.grammar or (None if self.raw else self._reasoning_grammar(prompt)),
             self.top,
-            deadline=self.deadline,
+            deadline=self.reasoning.deadline,
             start=None if record is None else record.start(seed),
             beams=self.beams,
         )
@@ -111,7 +107,7 @@ class Generator:
 
     @cached_property
     def _reasoning_grammar(self) -> GrammarOfPrompt:
-        return limit_reasoning(self.loaded, self.reasoning_budget, self.deadline)
+        return limit_reasoning(self.loaded, self.reasoning)
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """Generate `count` replies; the prompt is computed once."""

@@ -95,7 +95,7 @@ def write_receipt(
         program=describe_program(opened),
         settings=_settings(opened, loading),
         sampling=reply.request.sampling,
-        format=asdict(ReplyFormat(**formats, raw=generator.raw, reasoning_budget=generator.reasoning_budget)),
+        format=asdict(ReplyFormat(**formats, raw=generator.raw, reasoning_budget=generator.reasoning.budget)),
         stops=generator.stops,
         limit=reply.request.limit,
         prompt=tuple(reply.request.prompt),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mycli.cli.flags import options
-from mycli.cli.flags.records import LoadFlags
+from mycli.cli.flags.records import LoadFlags, ReasoningFlags
 from mycli.cli.replies.generation import Generator
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.store import state_dir
@@ -85,7 +85,7 @@ def record_reply(
         "limit": generator.room(prompt),
         "stops": generator.stops,
         "grammar": grammar,
-        "reasoning_budget": None if generator.raw else generator.reasoning_budget,
+        "reasoning_budget": None if generator.raw else generator.reasoning.budget,
         "top": generator.top,
         "seed": seed,
     }
@@ -147,7 +147,7 @@ class InterruptedReply:
             stops=tuple(header["stops"]),
             grammar=grammar,
             top=header["top"],
-            reasoning_budget=header["reasoning_budget"],
+            reasoning=ReasoningFlags(header["reasoning_budget"]),
         )
 
     def reopen(self) -> "tuple[RecordedReply, int]":

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 
 from mycli.runtime.device.system import resident
+from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.stream import TextRules
 
 if TYPE_CHECKING:  # torch takes a second to import
     from torch import Tensor
@@ -100,8 +102,6 @@ class OpenedModel:
         """
         import torch
 
-        from mycli.runtime.engine.sequence import Request
-
         embedder, before = self._embedder(prompt, dimensions)
         numbers: list[int] = []
         vectors: dict[int, Tensor] = {}
@@ -175,8 +175,6 @@ class OpenedModel:
     def _reply(self, tokens: Sequence[int], options: ReplyOptions, before: Sequence[int] = ()) -> "Completion":
         from mycli.runtime.engine.replies.completion import Completion
         from mycli.runtime.engine.replies.reader import ReplyReader
-        from mycli.runtime.engine.sequence import Request, reply_room
-        from mycli.runtime.tokenizer.stream import TextRules
 
         limit = options.get("max_tokens")
         if limit is None and reply_room(self.engine.context, len(tokens)) > DEFAULT_MAX_TOKENS:
