@@ -37,17 +37,37 @@ class ReplyIds:
         return f"{prefix}{digest[:24]}"
 
 
+class LeaveOut:
+    """Drops the first characters of a reply, shown reasoning and content counted together; tool calls stay whole."""
+
+    def __init__(self, count: int, shows_reasoning: bool = True) -> None:
+        self._count, self._shows_reasoning = count, shows_reasoning
+
+    def apply(self, piece: Piece) -> Piece:
+        if not self._count:
+            return piece
+        reasoning = self._cut(piece.reasoning) if self._shows_reasoning else piece.reasoning
+        parts = [self._cut(part) if isinstance(part, str) else part for part in piece.parts]
+        return replace(piece, reasoning=reasoning, parts=tuple(part for part in parts if part))
+
+    def _cut(self, text: str) -> str:
+        cut = min(self._count, len(text))
+        self._count -= cut
+        return text[cut:]
+
+
 @dataclass
 class Work:
     """The requests that the engine still has to run, and the pieces that a record already holds.
 
-    records: the record of each reply, by its index.
+    records: the record of each reply, by its index; leave_out: drops the part of the reply that the client has.
     """
 
     requests: Requests
     records: Mapping[int, RecordedReply] = field(default_factory=dict)
     pieces: Sequence[Piece] = ()
     writer: ReplyWriter | None = None
+    leave_out: LeaveOut = field(default_factory=lambda: LeaveOut(0))
 
     def close(self, submitted: bool) -> None:
         """Close the record, and remove one of a request that was refused, whose id no client has seen."""
@@ -106,8 +126,8 @@ class Resumption:
     fingerprint: str
     after: int = 0
 
-    def begin(self, requests: Requests) -> Work:
-        """Return the recorded pieces and the rest of the work. Raises ApiError."""
+    def begin(self, requests: Requests, shows_reasoning: bool) -> Work:
+        """Return the recorded pieces and the rest of the work; `shows_reasoning`: to the client. Raises ApiError."""
         if self.header["fingerprint"] != self.fingerprint or self.header["prompts"] != _digest(requests):
             message = f"reply {self.name}: the model, its template or the server's options have changed since it began"
             raise ApiError(409, message, "reply_differs")
@@ -129,7 +149,8 @@ class Resumption:
                 if not read or read[-1].end is None:
                     start = recorded.start(following_seed(seed, number))
                     rest.append((replace(request.for_reply(number), start=start), [reader]))
-        return Work(rest, dict(enumerate(records)), pieces, records[0].writer)
+        leave_out = LeaveOut(self.after, shows_reasoning)
+        return Work(rest, dict(enumerate(records)), pieces, records[0].writer, leave_out)
 
 
 def _replayed(reader: OutputReader, recorded: RecordedReply) -> list[Piece]:
@@ -149,22 +170,3 @@ def _digest(requests: Requests) -> str:
         sampling = str(replace(request.sampling, seed=None))
         parts.append([request.prompt, request.limit, sorted(request.stop_ids), sampling, len(readers)])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-class LeaveOut:
-    """Drops the first characters of a reply, shown reasoning and content counted together; tool calls stay whole."""
-
-    def __init__(self, count: int, shows_reasoning: bool = True) -> None:
-        self._count, self._shows_reasoning = count, shows_reasoning
-
-    def apply(self, piece: Piece) -> Piece:
-        if not self._count:
-            return piece
-        reasoning = self._cut(piece.reasoning) if self._shows_reasoning else piece.reasoning
-        parts = [self._cut(part) if isinstance(part, str) else part for part in piece.parts]
-        return replace(piece, reasoning=reasoning, parts=tuple(part for part in parts if part))
-
-    def _cut(self, text: str) -> str:
-        cut = min(self._count, len(text))
-        self._count -= cut
-        return text[cut:]

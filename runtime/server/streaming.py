@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from mycli.runtime.server.http.body import CLIENT_GONE, parse_body, read_body
 from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.http.keys import KeyShare
 from mycli.runtime.server.http.request_log import RequestFigures
-from mycli.runtime.server.recording import LeaveOut, ReplyIds, ReplyRecorder, Requests, Resumption, Work
+from mycli.runtime.server.recording import ReplyIds, ReplyRecorder, Requests, Resumption, Work
 from mycli.runtime.server.requests.fields import check_fields, unread_parts
 from mycli.runtime.server.requests.schemas import ForModel, ForReply, validated
 from mycli.runtime.server.service import Prepared, Service
@@ -153,18 +154,14 @@ Begin = Callable[[Requests], Work]
 
 @asynccontextmanager
 async def running(
-    service: Service,
-    request: Request,
-    prepared: Prepared,
-    begin: Begin | None = None,
-    leave_out: LeaveOut | None = None,
+    service: Service, request: Request, prepared: Prepared, begin: Begin | None = None
 ) -> AsyncIterator[AsyncIterator[list[Piece]]]:
     """Run sequences and yield their pieces; an empty list after `ping_seconds` without any.
 
     begin: returns the requests that are left to run; None for all. Leaving the block cancels running sequences. Raises
     ApiError: queue full, reply failed, client disconnected.
     """
-    delivery, work, leave_out = Delivery(), Work(()), leave_out or LeaveOut(0)
+    delivery, work = Delivery(), Work(())
     figures = prepared.figures
     figures.prompt = prepared.prompt_tokens
     request.scope["state"]["figures"] = figures
@@ -186,7 +183,7 @@ async def running(
             delivery.put(merged(work.pieces))
         if work.requests:
             tickets = service.worker.submit(work.requests, delivery, work.records)
-        yield _pieces(service, delivery, prepared, leave_out)
+        yield _pieces(service, delivery, prepared, work)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
@@ -209,15 +206,13 @@ def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:
     figures.tpot = sum(spans) / len(spans) if spans else None
 
 
-async def _pieces(
-    service: Service, delivery: Delivery, prepared: Prepared, leave_out: LeaveOut
-) -> AsyncIterator[list[Piece]]:
+async def _pieces(service: Service, delivery: Delivery, prepared: Prepared, work: Work) -> AsyncIterator[list[Piece]]:
     limits, figures, count = service.settings.limits, prepared.figures, prepared.replies
     ended, silent, started = 0, 0.0, False
     while ended < count:
         try:
             async with asyncio.timeout(limits.ping_seconds):
-                pieces = [leave_out.apply(piece) for piece in merged(await delivery.next())]
+                pieces = [work.leave_out.apply(piece) for piece in merged(await delivery.next())]
         except TimeoutError:
             silent += limits.ping_seconds
             if not started and silent >= limits.queue_seconds:
@@ -246,19 +241,17 @@ class EventStream(Response):
         rendering: Rendering,
         media_type: str,
         begin: Begin | None,
-        leave_out: LeaveOut,
     ) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._service, self._request, self._prepared, self._rendering = service, request, prepared, rendering
-        self._begin, self._leave_out = begin, leave_out
+        self._service, self._prepared, self._rendering = service, prepared, rendering
+        self._request, self._begin = request, begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(data: Iterable[bytes], more: bool = True) -> None:
             await send({"type": "http.response.body", "body": b"".join(data), "more_body": more})
 
-        work = (self._begin, self._leave_out)
-        async with running(self._service, self._request, self._prepared, *work) as pieces:
+        async with running(self._service, self._request, self._prepared, self._begin) as pieces:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await put(self._rendering.begin())
@@ -312,8 +305,8 @@ class Interface(Generic[_ReplyBody]):
         body, prepared = await off_loop(service, prepare)
         rendering = self.rendering(service, prepared, body, ReplyIds(resumption.name, resumption.header["created"]))
         stream = body.stream if stream is None else stream
-        leave_out = LeaveOut(resumption.after, body.shows_reasoning)
-        return await answer(service, request, prepared, rendering, stream, begin=resumption.begin, leave_out=leave_out)
+        begin = partial(resumption.begin, shows_reasoning=body.shows_reasoning)
+        return await answer(service, request, prepared, rendering, stream, begin=begin)
 
 
 async def answer(
@@ -324,17 +317,15 @@ async def answer(
     stream: bool | None,
     media_type: str = "text/event-stream",
     begin: Begin | None = None,
-    leave_out: LeaveOut | None = None,
 ) -> Response:
     """Return the reply to a request, whole or as a stream of `media_type`."""
-    leave_out = leave_out or LeaveOut(0)
     note_omitted(request, prepared.omitted)
     request.state.difference = prepared.difference
     request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
-        return EventStream(service, request, prepared, rendering, media_type, begin, leave_out)
+        return EventStream(service, request, prepared, rendering, media_type, begin)
     received: list[Piece] = []
-    async with running(service, request, prepared, begin, leave_out) as pieces:
+    async with running(service, request, prepared, begin) as pieces:
         async for batch in pieces:
             received += batch
     return JsonResponse(await off_loop(service, lambda: rendering.whole(merged(received))))
