@@ -155,6 +155,7 @@ REASONS: Mapping[str, str] = {
     "activation": "the activation {activation} has no native code here",
     "norm-by-head": "each head has a norm of its own",
     "gain-dtype": "the gain of a norm is {dtype} or not contiguous; bf16 and fp32 are supported",
+    "recurrent-gain-dtype": "the gain of a recurrent layer's norm is {dtype}; bf16 is supported",
     "vector-multiple": "{field} is {count}, not a multiple of {multiple}",
     "weight-format": "the weight format {format} has no native product",
     "adapter": "an adapter is computed next to packed weights",

@@ -19,6 +19,7 @@ from mycli.runtime.engine.passes.cpu_structures import (
     c_linear,
     c_norm,
     c_residual,
+    require_bf16_gain,
     require_native,
     whole_vectors,
 )
@@ -42,7 +43,6 @@ from mycli.runtime.kernels.cpu.layer import (
     CFeedForward,
     CHead,
     CLatentPart,
-    CLinear,
     CMambaPart,
     CMlpPart,
     CParallelMixersPart,
@@ -174,9 +174,7 @@ def _latent(part: LatentAttention) -> CLatentPart:
     return CLatentPart(
         *(c_norm(norm) for norm in (part.norm, part.q_norm, part.kv_norm)),
         c_linear(part.inputs),
-        CLinear() if part.q_b is None else c_linear(part.q_b),
-        CLinear() if part.gate is None else c_linear(part.gate),
-        c_linear(part.o),
+        *(c_linear(linear) for linear in (part.q_b, part.gate, part.o)),
         c_residual(part),
         pointer(weight.keys),
         pointer(weight.values),
@@ -200,8 +198,7 @@ def _require_delta(mixer: DeltaNet | KimiDelta) -> None:
     from mycli.runtime.kernels.cpu.recurrent import decline_delta
 
     require_native(decline_delta(mixer.sizes))
-    if mixer.norm.weight.dtype != torch.bfloat16:
-        raise NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+    require_bf16_gain(mixer.norm)
 
 
 def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
@@ -228,11 +225,11 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
 def _kimi_delta(part: Recurrent, mixer: KimiDelta) -> CChannelDeltaPart:
     _require_delta(mixer)
     spec = mixer.spec
-    raised = (CLinear() if linear is None else c_linear(linear) for linear in (mixer.decay_b, mixer.gate_b))
+    linears = mixer.projection, mixer.gates, mixer.decay_b, mixer.gate_b, mixer.out
     return CChannelDeltaPart(
         c_norm(part.norm),
         c_norm(mixer.norm),
-        *(c_linear(mixer.projection), c_linear(mixer.gates), *raised, c_linear(mixer.out)),
+        *map(c_linear, linears),
         c_residual(part),
         *_convolution(mixer.convolution),
         pointer(mixer.rate),
@@ -252,8 +249,7 @@ def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
     if spec.norm_first:
         raise NotNativeError(Declined("mamba-gate"))
     if mixer.norm is not None:
-        if mixer.norm.weight.dtype != torch.bfloat16:
-            raise NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+        require_bf16_gain(mixer.norm)
         whole_vectors(spec.inner // spec.norm_groups, "the width of a norm")
     multipliers = torch.tensor(spec.multipliers or (1.0,) * 5, dtype=torch.bfloat16).tolist()
     return CMambaPart(
@@ -347,7 +343,7 @@ def _experts(part: Experts) -> CExpertsPart:
         _expert_product(part.gate_up, streamed),
         _expert_product(part.down, streamed),
         CFeedForward() if shared is None else c_feed(shared.spec, shared),
-        CLinear() if part.shared_gate is None else c_linear(part.shared_gate),
+        c_linear(part.shared_gate),
         c_residual(part),
         pointer(part.scales),
         c_choice(spec.routing, part.correction),

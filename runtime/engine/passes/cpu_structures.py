@@ -59,6 +59,11 @@ def c_norm(norm: RMSNorm | None) -> CNormParams:
     return CNormParams(gain.data_ptr(), pointer(norm.bias), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.layer_norm)
 
 
+def require_bf16_gain(norm: RMSNorm) -> None:
+    if norm.weight.dtype != torch.bfloat16:
+        raise NotNativeError(Declined("recurrent-gain-dtype", {"dtype": str(norm.weight.dtype)}))
+
+
 def _product(matmul: Matmul) -> CProduct:
     if isinstance(matmul, CpuMatmul):
         return CProduct(matmul.address, None, None, *matmul.shape)
@@ -74,7 +79,9 @@ def _product(matmul: Matmul) -> CProduct:
     return CProduct(None, weight.data_ptr(), None, *weight.shape, isinstance(matmul, PortableMatmul))
 
 
-def c_linear(linear: Linear) -> CLinear:
+def c_linear(linear: Linear | None) -> CLinear:
+    if linear is None:
+        return CLinear()
     if not 0 < len(linear.matmuls) <= MAX_PRODUCTS:
         raise NotNativeError(Declined("product-parts", {"count": len(linear.matmuls), "most": MAX_PRODUCTS}))
     parts = [_product(matmul) for matmul in linear.matmuls]

@@ -9,6 +9,8 @@ import torch
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.passes.cpu_parts import native_part
+from mycli.runtime.errors import Declined
 from mycli.runtime.layers.block import Recurrent
 from tests.support.families import CASES, make
 from tests.support.native_parts import (
@@ -78,6 +80,14 @@ def test_a_recurrent_layer_that_native_code_does_not_take_stands_between_two_cal
     mixer.mixer.out.replace(OnlyCalled(mixer.mixer.out.weight()))
     whole = ["delta", "mlp", "|", "mlp", "delta", "mlp", "attention", "mlp", "|"]
     assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * whole
+
+
+def test_a_gain_in_fp32_is_declined(tmp_path: Path) -> None:
+    model_type, changes = CASES["qwen3_5-delta"]
+    make(tmp_path, model_type, {**WIDE, **changes, **QUARTER})
+    mixer = next(load_bf16(tmp_path).model.layers()).mixer
+    mixer.mixer.norm.weight = mixer.mixer.norm.weight.float()
+    assert native_part(mixer) == Declined("recurrent-gain-dtype", {"dtype": "torch.float32"})
 
 
 def test_slots_that_there_are_not_are_refused(tmp_path: Path) -> None:
