@@ -81,7 +81,6 @@ REASONS: dict[str, str] = {
     "gpt2-unscaled": "no key: scale_attn_weights, n_inner",
     "gpt_bigcode-unscaled": "no key: scale_attn_weights, n_inner",
     "gpt_neox-sequential": "no tensor: llama.cpp requires biases in attention",
-    "falcon-11b": "no tensor: one norm for groups of keys has the name of 7B's",
     "phi-head-norms": "no tensor in phi2: norms of queries and keys",
 }
 PUBLISHED_CLASSES = {
@@ -128,6 +127,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi-gqa4:2": {"num_key_value_heads": 4, "intermediate_size": 256},  # the converter assumes both
     "nemotron-half-rotated": {"head_dim": 16},
     "falcon-40b": {"bias": False, "ffn_hidden_size": 256},
+    # The converter does not write the base.
+    "falcon-11b": {"rope_parameters": {"rope_type": "default", "rope_theta": 500042.0}},
     # The converter reorders the rows of weights, not of biases, and writes no original context.
     "minicpm-longrope": {"attention_bias": False, **longrope(8, original=128)},
     "minicpm3": {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_keys, rope_parameters
 from mycli.runtime.checkpoint.gguf.tensor_rules import LLAMA_TENSORS, MODEL_TENSORS, Place, TensorRule
@@ -85,8 +85,8 @@ class Architecture:
     recurrent_layers: frozenset[int] = frozenset()  # of the model to write, where there are such tensors
     # Tensors of one value in a layer that GGUF has as metadata: name in the layer by the key of an array of all layers.
     key_tensors: Mapping[str, str] = field(default_factory=dict)
-    # Whether a file of this name is read as this, by its keys and whether it has experts.
-    reads: Callable[[Fields, bool], bool] = lambda metadata, experts: True
+    # Whether a file of this name is read as this, by its header and whether it has experts.
+    reads: Callable[[GgufHeader, bool], bool] = lambda header, experts: True
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
     # What export asks of a model, because llama.cpp would not load its file: shapes, and the tensors whose biases it
     # knows. Both are not asked of files that are read.

@@ -106,7 +106,7 @@ class GgufFolder(ModelFolder):
                 data={"base": "MODEL", "adapter": shlex.quote(str(path))},
             )
         header = as_llama_cpp(header)
-        architecture = read_architecture(header.metadata)
+        architecture = read_architecture(header)
         header = replace(header, tensors=architecture.separated(header.tensors))
         model = GgufModel(header.metadata, header.tensors, floats, header.arrays)
         raw = Fields(_config(architecture, model), header.metadata.source)
@@ -196,7 +196,7 @@ class GgufFolder(ModelFolder):
 
     @cached_property
     def _architecture(self) -> Architecture:
-        return read_architecture(self.header.metadata)
+        return read_architecture(self.header)
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:

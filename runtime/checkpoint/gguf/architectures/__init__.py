@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
+from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.utils.json_fields import Fields
 
 
 def _files() -> list[str]:
@@ -28,15 +28,16 @@ def architectures() -> Iterator[Architecture]:
     return map(_load, _files())
 
 
-def read_architecture(metadata: Fields) -> Architecture:
+def read_architecture(header: GgufHeader) -> Architecture:
     """Return the architecture that general.architecture names. Raises ModelError for one without a file."""
+    metadata = header.metadata
     name = metadata.text("general.architecture")
     kinds = [_load(file) for file in _files() if file.partition("__")[0] == name.replace("-", "_")]
     if not any(architecture.name == name for architecture in kinds):
         supported = ", ".join(sorted({known.name for known in architectures()}))
         raise metadata.fail("general.architecture", f"{name!r} is not supported", f"supported: {supported}")
     experts = metadata.integer(f"{name}.expert_count", 0, low=0) > 0
-    return next(architecture for architecture in kinds if architecture.reads(metadata, experts))
+    return next(architecture for architecture in kinds if architecture.reads(header, experts))
 
 
 def written_architecture(config: ModelConfig, outer_type: str = "") -> Architecture:

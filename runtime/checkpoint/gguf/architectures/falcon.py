@@ -1,15 +1,14 @@
 """Falcon (7B): multi-query attention and a GELU MLP in parallel after one LayerNorm, q, k and v in one tensor."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, NORM_BIASES, Architecture, Config
-from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION
 from mycli.runtime.checkpoint.gguf.tensor_rules import MODEL_TENSORS, TensorRule
-from mycli.runtime.utils.json_fields import Fields
 
 
-def is_small(metadata: Fields) -> bool:
+def is_small(header: GgufHeader) -> bool:
     """Return whether a file has one head of keys and values, as 7B."""
-    return metadata.integer("falcon.attention.head_count_kv", 1, low=1) == 1
+    return header.metadata.integer("falcon.attention.head_count_kv", 1, low=1) == 1
 
 
 def read_falcon_config(model: GgufModel, config: Config) -> Config:
@@ -34,7 +33,7 @@ ARCHITECTURE = Architecture(
     model_tensors=MODEL_TENSORS,
     epsilon=LAYER_NORM_EPSILON,
     epsilon_field="layer_norm_epsilon",
-    reads=lambda metadata, experts: is_small(metadata),
+    reads=lambda header, experts: is_small(header),
     writes=lambda config: len(config.layer_specs[0].attention.qkv) == 1,
     read_config=read_falcon_config,
 )

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 from mycli.runtime.checkpoint.gguf.architecture import Config
 from mycli.runtime.checkpoint.gguf.architectures import falcon
-from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
 from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule
 
 
-def _read_config(model: GgufModel, config: Config) -> Config:
-    if "blk.0.attn_norm_2.weight" not in model.tensors:
-        raise model.metadata.fail("general.architecture", "'falcon' with groups of keys and one norm is not supported")
+def has_two_norms(header: GgufHeader) -> bool:
+    return "blk.0.attn_norm_2.weight" in header.tensors
+
+
+def read_grouped_config(model: GgufModel, config: Config) -> Config:
+    """Return the fields of all Falcons with groups of keys and values."""
     return {
         **falcon.read_falcon_config(model, config),
         "num_kv_heads": config["num_key_value_heads"],
@@ -28,6 +31,6 @@ ARCHITECTURE = replace(
         "attn_norm": TensorRule("ln_mlp"),
         "attn_norm_2": TensorRule("ln_attn"),
     },
-    reads=lambda metadata, experts: not falcon.is_small(metadata),
-    read_config=_read_config,
+    reads=lambda header, experts: not falcon.is_small(header) and has_two_norms(header),
+    read_config=read_grouped_config,
 )

@@ -8,7 +8,7 @@ ARCHITECTURE = Architecture(
     name="glm4",
     model_type="glm4",
     written_types=("glm4",),
-    reads=lambda metadata, experts: not metadata.has(SECTIONS),
+    reads=lambda header, experts: not header.metadata.has(SECTIONS),
     has_mtp_blocks=True,
     layer_tensors={
         **LLAMA_TENSORS,

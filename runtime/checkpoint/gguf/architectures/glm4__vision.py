@@ -19,7 +19,7 @@ def _halves(heads: int, config: ModelConfig) -> Iterable[range]:
 ARCHITECTURE = replace(
     glm4.ARCHITECTURE,
     written_types=(),
-    reads=lambda metadata, experts: metadata.has(glm4.SECTIONS),
+    reads=lambda header, experts: header.metadata.has(glm4.SECTIONS),
     layer_tensors={
         **glm4.ARCHITECTURE.layer_tensors,
         "attn_q": TensorRule("self_attn.q_proj", RowRanges(lambda config: _halves(config.heads, config))),

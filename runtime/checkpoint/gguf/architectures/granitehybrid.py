@@ -55,7 +55,7 @@ ARCHITECTURE = Architecture(
         **expert_tensors("block_sparse_moe", router="router.layer"),
         **joined_shared_expert(size=shared_mlp_size),
     },
-    reads=lambda metadata, experts: experts,
+    reads=lambda header, experts: experts,
     writes=lambda config: any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs),
     keys=(
         *GRANITE_KEYS,

@@ -9,6 +9,6 @@ from mycli.runtime.checkpoint.gguf.experts import joined_shared_expert
 ARCHITECTURE = replace(
     granitehybrid.ARCHITECTURE,
     layer_tensors={**TENSORS, **joined_shared_expert("ffn_gate", "ffn_up", "ffn_down", shared_mlp_size)},
-    reads=lambda metadata, experts: not experts and metadata.has(f"granitehybrid.{SHARED_LENGTH}"),
+    reads=lambda header, experts: not experts and header.metadata.has(f"granitehybrid.{SHARED_LENGTH}"),
     writes=lambda config: not granitehybrid.ARCHITECTURE.writes(config),
 )
