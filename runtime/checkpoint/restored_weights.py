@@ -5,6 +5,7 @@ family adds, and has kv_b of latent attention as two stacks of one matrix per he
 quantized on its own. transformers in memory has the convolutions of queries, keys and values as one. InternLM 2,
 GPT-NeoX and large Falcons store the rows of queries, keys and values of each key head one after the other, GTE the rows
 of up before those of gate. GPT-2 stores the transposes of weights.
+ERNIE 4.5 VL stores those of routers, and experts for images behind those for text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ _KEYS, _VALUES = "embed_q", "unembed_out"
 # Its multipliers are in the weights, but its config still has them.
 _SCALED = "falcon_h1"
 _UP_FIRST = ("gte", "new")
+_WITH_IMAGES = "ernie4_5_moe"  # if it is the text part of ERNIE 4.5 VL
+_IMAGE_BLOCK = ".mlp.vision_moe."  # of transformers in memory
 # The tensors that hold queries, keys and values of one key head after the other; a `llama` is then an InternLM 2.
 _GROUPED = {"llama": "wqkv", "gpt_neox": "query_key_value", "falcon": "query_key_value"}
 
@@ -102,6 +105,8 @@ def restore_entries(tensors: Headers, config: ModelConfig, settings: Fields) -> 
     for linear in config.linears():
         if linear.transposed_as is not None:
             _restore_transposed(result, linear.name, linear.transposed_as)
+    if config.model_type == _WITH_IMAGES:
+        result = _without_image_experts(result, config)
     if config.model_type in _UP_FIRST:
         for layer in config.layer_specs:
             _split_up_gate(result, layer.dense_mlp)
@@ -119,6 +124,28 @@ def _restore_transposed(tensors: dict[str, TensorEntry], linear: str, stored: st
         tensors[name] = replace(weight, name=name, shape=weight.shape[::-1], transposed=True)
     if bias is not None:
         tensors[f"{linear}.bias"] = replace(bias, name=f"{linear}.bias")
+
+
+def _without_image_experts(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
+    text_experts: dict[str, int] = {}  # by the block of the layer
+    for layer in config.layer_specs:
+        spec = layer.mlp
+        if not isinstance(spec, ExpertsSpec) or tensors.pop(f"{spec.router.name}.weight_1", None) is None:
+            continue
+        text_experts[spec.router.name.rpartition(".")[0]] = len(spec.experts)
+        _restore_transposed(tensors, spec.router.name, spec.router.name)
+        name, shape = spec.correction_bias or ("", ())
+        bias = tensors.get(name)
+        if bias is not None and bias.shape == (2, len(spec.experts)):
+            tensors[name] = replace(bias, shape=shape, nbytes=bias.nbytes // 2)  # the first row is that of text
+    return {name: entry for name, entry in tensors.items() if not _is_for_images(name, text_experts)}
+
+
+def _is_for_images(name: str, text_experts: Mapping[str, int]) -> bool:
+    block, _, rest = name.partition(".experts.")
+    number = rest.partition(".")[0]
+    is_expert = block in text_experts and number.isdecimal() and len(number) < 6
+    return _IMAGE_BLOCK in name or (is_expert and int(number) >= text_experts[block])
 
 
 def _is_mlx_convolution(entry: TensorEntry) -> bool:

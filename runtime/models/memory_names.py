@@ -31,7 +31,7 @@ RENAMES: Mapping[str, Renames] = {
         (".feed_forward.w3.", ".mlp.up_proj."),
     ),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
-    "ernie4_5_moe": ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
+    "ernie4_5_moe": ((".mlp.text_moe.", ".mlp."), (".mlp.gate.moe_statics.", ".mlp.moe_statics.")),
     "exaone_moe": ((_BIAS, ".mlp.e_score_correction_bias"),),
     "hy_v3": (
         (".mlp.gate.", ".mlp.router.gate."),

@@ -38,8 +38,11 @@ _THINKER = "thinker_config"
 # Published before the text model had a section of its own, or converted to MLX without one: its keys are those of the
 # outer config.
 _FLAT = (
-    *("hunyuan_vl", "internlm2", "minicpmo", "minicpmv", "muse_glimmer", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"),
+    *("ernie4_5_moe_vl", "hunyuan_vl", "internlm2", "minicpmo", "minicpmv", "muse_glimmer", "paddleocr_vl"),
+    *("qwen2_vl", "qwen2_5_vl"),
 )
+# Keys of ERNIE 4.5 VL with a value for text and one for images.
+_ERNIE_PAIRS = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
 # Keys of the outer config that count before the text_config.
 _OUTER = (
     "dtype",
@@ -129,6 +132,9 @@ class TextPart:
             values["attention_bias"] = False
         if stored == "internlm2":
             values["attention_bias"] = values.pop("bias", True)
+        if stored == "ernie4_5_vl_moe_text":
+            pairs = {key: values[key] for key in _ERNIE_PAIRS if isinstance(values.get(key), list)}
+            values |= {key: pair[0] for key, pair in pairs.items() if pair}
         if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
             values["norm_topk_prob"] = True
         values.pop("architectures", None)

@@ -13,6 +13,8 @@ TEXT_PARTS: dict[str, str] = {
     "cohere2_vision": "cohere2",
     "deepseek_vl": "llama",
     "deepseek_vl_hybrid": "llama",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
+    "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
     "exaone4_5": "exaone4",
     "fast_vlm": "qwen2",
     "fun_asr_nano": "qwen3",
@@ -87,6 +89,7 @@ TEXT_VERSIONS = {"2.6": "qwen2", "4": "llama", "4.0": "llama", "4.5": "qwen3"}
 # Text models that differ from a plain family only in name or in M-RoPE, which rotates text as plain rope does: the
 # three positions of a token that is no image or video are equal.
 FAMILIES = {
+    "ernie4_5_vl_moe_text": "ernie4_5_moe",  # with experts for images, which `restored_weights` leaves out
     "exaone4_5_text": "exaone4",  # in the first files
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
@@ -157,8 +160,18 @@ _PADDLE_OCR = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
 }
+_ERNIE = {
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "vocab_size": 103424,
+    "max_position_embeddings": 131072,
+}
 # By the type of the section, or of the outer config where that has defaults for its section.
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ernie4_5_vl_moe_text": _ERNIE,
     "glm4v_text": {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
     "glm4v_moe_text": {"attention_bias": True, "num_key_value_heads": 8},
     "glm_ocr_text": {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": None},
@@ -199,6 +212,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
@@ -230,6 +244,8 @@ TIED_BY_DEFAULT = (
     "cohere2_vision",
     "deepseek_vl",
     "deepseek_vl_hybrid",
+    "ernie4_5_moe_vl",
+    "ernie4_5_vl_moe",
     "fun_asr_nano",
     "gemma3",
     "gemma3n",

@@ -50,7 +50,6 @@ _REASONS = {
     "its convolutions of queries and keys and router of several layers are not implemented": "zaya",
     "its stacks of layers that run several times are not implemented": "hrm_text iquestloopcoder nanbeige",
     "its clamped SiLU, with a limit for each layer, is not implemented": "step3p5 step3p7",
-    "its experts for images among those for text are not implemented": "ernie4_5_moe_vl ernie4_5_vl_moe",
     "its queries, keys and values in one tensor are not implemented": "mimo_v2",
     "its gates of the residual stream are not implemented": "muse_spark muse_spark_text",
     "its layout is not read; its later copies, whose names end in -hf, have the type glm": "chatglm",

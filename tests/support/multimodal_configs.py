@@ -34,6 +34,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 UNTESTED = {
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
+    "ernie4_5_moe_vl",
     "internlm2",
     "internvl_chat",
     "gemma3n",

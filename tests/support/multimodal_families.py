@@ -172,6 +172,16 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
         {**QWEN2_VISION, "num_key_value_heads": 2, "out_hidden_size": 64},
         {},
     ),
+    "ernie4_5_vl_moe": (
+        "ernie4_5_vl_moe",
+        "ernie4_5_vl_moe_text",
+        {
+            **{**IDS, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 16]},
+            **{"mlp_layer_types": ["sparse", "dense", "sparse"], **MROPE},
+        },
+        {**VISION, "depth": 1, "num_heads": 2, "patch_size": 8},
+        {},
+    ),
     "lfm3_vl": (
         "lfm3_vl",
         "lfm3",

@@ -1,10 +1,10 @@
-"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B): ERNIE 4.5's attention; softmax-routed experts with a correction bias."""
+"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B, VL 28B-A3B): softmax-routed, with a correction bias."""
 
 from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_dense_layers, read_expert_counts
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -25,6 +25,8 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 def _dense(raw: Fields, layers: int) -> frozenset[int]:
     """Return the layers that have an MLP: all but every `moe_layer_interval`-th from start to end index."""
+    if raw.has("mlp_layer_types"):  # in ERNIE 4.5 VL they are listed
+        return read_dense_layers(raw, layers)
     first, interval = raw.integer("moe_layer_start_index", 1, low=0), raw.integer("moe_layer_interval", 1)
     last = raw.integer("moe_layer_end_index", -1, low=-1)
     last = layers - 1 if last == -1 else last
