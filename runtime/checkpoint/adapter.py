@@ -68,6 +68,7 @@ class Adapter:
         config = AdapterConfig.parse(read_object(path / ADAPTER_CONFIG))
         manifest = _manifest(path)
         added, replaced, unused = _match_tensors(manifest.tensors, config, rename)
+        added = _weights_by_name(added, model)
         shapes = dict(model.tensors())
         for weight, low in added.items():
             _check_added(weight, low, manifest.tensors, shapes, config)
@@ -169,6 +170,14 @@ def _match_tensors(
         for module, parts in halves.items()
     }
     return added, replaced, unused
+
+
+def _weights_by_name(added: Mapping[str, LowRank], model: ModelConfig) -> dict[str, LowRank]:
+    # Linears stored as transposes (Conv1D) have other names here. PEFT's A has their inputs and its B their outputs, as
+    # of others; a whole weight would be a transpose, and remains without a place.
+    names = {linear.transposed_as: linear.name for linear in model.linears() if linear.transposed_as is not None}
+    weights = {f"{stored}.weight": f"{name}.weight" for stored, name in names.items()}
+    return {weights.get(name, name): low for name, low in added.items()}
 
 
 def _check_added(

@@ -23,6 +23,7 @@ from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.adapter_attacks import ATTACKS
 from tests.support.adapters import DOWN, LORA, QUERIES, low_rank, tensors_for, write_adapter
 from tests.support.engines import whole
+from tests.support.families import CASES, make
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 
@@ -72,6 +73,32 @@ def test_weights_are_the_sum(model: Path, tmp_path: Path, changes: dict[str, Any
             assert after[name].equal(weight), name
         else:
             assert_close(after[name], merged(weight, tensors, name.removesuffix(".weight"), scale))
+
+
+def test_updates_of_conv1d_are_those_of_peft(tmp_path: Path) -> None:
+    """GPT-2 stores [in, out]; the matrix of c_proj is square, so that its shape does not show the transpose."""
+    import peft  # takes a second
+
+    reference = make(tmp_path / "hf", *CASES["gpt2-tied"])
+    names = ["c_attn", "c_fc", "attn.c_proj"]
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names, fan_in_fan_out=True)
+    tuned = peft.get_peft_model(reference, settings)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    tuned.save_pretrained(tmp_path / "adapter")
+    folder = open_model_folder(tmp_path / "hf").with_adapter("tuned", tmp_path / "adapter")
+    tokens = torch.randint(3, 97, (1, 20), generator=generator)
+    with torch.no_grad():
+        expected = tuned.eval()(tokens).logits
+    actual = whole(load_model(folder, CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 2e-6 * expected.abs().max()
+    square = "base_model.model.transformer.h.0.attn.c_proj"
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    write_adapter(tmp_path / "whole", {**tensors, f"{square}.weight": torch.zeros(64, 64)})
+    with pytest.raises(ModelError, match="model has no such weight"):
+        open_model_folder(tmp_path / "hf").with_adapter("tuned", tmp_path / "whole")
 
 
 def test_ranks_differ_by_module(model: Path, tmp_path: Path) -> None:
