@@ -63,6 +63,7 @@ class RequestState:
             numbers=numbers,
             stop_ids=request.stop_ids,
             min_tokens=request.min_tokens,
+            token_filter=request.token_filter,
         )
         sampler.seen.observe_prompt(request.prompt)
         if start is not None:
@@ -72,7 +73,7 @@ class RequestState:
     @property
     def device_sampling(self) -> DeviceSampling | None:
         """The settings with which a pass may sample the next tokens by itself, None if it may not."""
-        return None if self.sampler.masks_stops else self.settings
+        return None if self.sampler.masks_tokens else self.settings
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":
         if self.recorder is None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch takes a second to import
 
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
+    from mycli.runtime.sampling.token_filter import TokenFilter
 
 MAX_BEAMS = 64
 MAX_PENALTY = 10.0
@@ -78,7 +79,7 @@ class Request:
     with its others as if they were a single request, empty for a group of its own; batch: it runs only when no other
     request is waiting; start: where an interrupted reply continues, with a seed that replaces that of `sampling`;
     beams: search for the most likely replies instead of sampling; token_types: of the tokens of a pair of texts, empty
-    for type 0.
+    for type 0; token_filter: tokens that are not sampled.
     """
 
     prompt: tuple[int, ...]
@@ -99,6 +100,7 @@ class Request:
     beams: BeamOptions | None = None
     token_types: tuple[int, ...] = ()
     min_tokens: int = 0
+    token_filter: "TokenFilter | None" = None
 
     def for_reply(self, index: int) -> "Request":
         """Return the request for reply `index` to the same prompt, with a seed of its own."""

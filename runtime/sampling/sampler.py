@@ -15,6 +15,7 @@ from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
 from mycli.runtime.sampling.logits_processors import SeenTokens, distribution, process
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.random_numbers import RandomNumbers
+from mycli.runtime.sampling.token_filter import TokenFilter, TokenMask, nothing_allowed
 
 
 class Constraint(Protocol):
@@ -87,10 +88,11 @@ class Sampler:
         numbers: RandomNumbers | None = None,
         stop_ids: Collection[int] = (),
         min_tokens: int = 0,
+        token_filter: TokenFilter | None = None,
     ) -> None:
         """numbers: None for new ones; stop_ids: tokens that are not drawn before the reply has `min_tokens` tokens.
 
-        Raises UsageError for a bias of a token that is not in the vocabulary.
+        Raises UsageError for a bias or a filter of a token that is not in the vocabulary.
         """
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
@@ -110,14 +112,20 @@ class Sampler:
         stops = [token for token in stop_ids if token < vocab_size] if min_tokens else []
         self._stops = torch.tensor(stops, dtype=torch.long, device=device)
         self._missing = min_tokens if stops else 0  # tokens to draw before a stop token
+        self._mask = None if token_filter is None else TokenMask(token_filter, vocab_size, device)
 
     @property
     def plain(self) -> bool:
-        return self._plain and not self.masks_stops
+        return self._plain and not self.masks_tokens
 
     @property
     def plain_greedy(self) -> bool:
-        return self._plain_greedy and not self.masks_stops
+        return self._plain_greedy and not self.masks_tokens
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether a pass that samples by itself could draw a token that must not come next."""
+        return self._mask is not None or self.masks_stops
 
     @property
     def masks_stops(self) -> bool:
@@ -129,6 +137,8 @@ class Sampler:
         if tokens:
             self.seen.observe(torch.tensor([tokens], device=self._device))
         self._missing -= len(tokens)
+        if self._mask is not None:
+            self._mask.extend(tokens)
         if self._constraint is not None:
             self._constraint.resume(tokens, shortened)
 
@@ -155,26 +165,29 @@ class Sampler:
         logits = raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
-        if self.masks_stops:
-            logits = self._without_stops(logits)
-            self._missing -= 1
+        logits = self._masked(logits)
         largest, token = logits.max(dim=-1, keepdim=True)  # NaN and infinity win every maximum
         # Of one row, the usual case, a number is read and tested faster than a tensor is.
         if not (math.isfinite(largest.item()) if len(largest) == 1 else bool(largest.isfinite().all())):
-            raise not_finite()
+            raise nothing_allowed() if self._mask is not None and bool(raw.isfinite().all()) else not_finite()
+        self._missing -= self.masks_stops
         if not self._plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
         if self._constraint is not None:
             token = token.new_tensor([[self._constraint.accept(int(token))]])
+        if self._mask is not None:
+            self._mask.extend(token[:, 0].tolist())
         if not self._plain:
             self.seen.observe(token)
             if self._recorder is not None:
                 self._recorder.record(raw, token[:, 0].tolist())
         return token
 
-    def _without_stops(self, logits: Tensor, following: int = 0) -> Tensor:
-        # Rows of successive positions, the last one `following` tokens after those drawn.
-        count = self._missing - following + len(logits) - 1
+    def _masked(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
+        # Rows of successive positions, the last one after the tokens `following`.
+        if self._mask is not None:
+            logits = self._mask.apply(logits, following)
+        count = self._missing - len(following) + len(logits) - 1
         if count <= 0:
             return logits
         masked = logits.clone()
@@ -187,7 +200,7 @@ class Sampler:
     def device_sampling(self) -> DeviceSampling | None:
         """Return the settings for sampling in a pass (`runtime.kernels.triton.sample`), or None if none can.
 
-        It cannot with two biases of a token or a grammar, or if logprobs are recorded, and it masks no stop tokens.
+        It cannot with two biases of a token or a grammar, or if logprobs are recorded, and it masks no tokens.
         Draws use the same random numbers as here.
         """
         params = self.sampling
@@ -217,6 +230,8 @@ class Sampler:
     def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Observe and record `tokens`, each drawn from its row of logits [rows or more, vocab or more]."""
         self._missing -= len(tokens)
+        if self._mask is not None:
+            self._mask.extend(tokens)
         if self.seen.needed:
             self.seen.observe(torch.tensor([tokens], device=self._device))
         if self._recorder is not None:
@@ -250,7 +265,7 @@ class Sampler:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         else:
             logits = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
-            logits = process(self._without_stops(logits, len(following)), self.sampling, *self.seen.after(1, following))
+            logits = process(self._masked(logits, following), self.sampling, *self.seen.after(1, following))
             # With a seed the draft uses the number that the token at this position will be drawn with.
             number = self.numbers.peek(1, len(following))[0] if self.repeatable else None
             drawn = softmax_draw(logits, self.numbers.take(1)[0] if number is None else number, out)
@@ -268,7 +283,7 @@ class Sampler:
         but the last, and so on.
         """
         counted = self.seen.after(len(logits), following)
-        logits = self._without_stops(logits[:, : self.vocab_size], len(following))
+        logits = self._masked(logits[:, : self.vocab_size], following)
         return distribution(logits, self.sampling, *counted)
 
     def draw(self, weights: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Templates, tokenization and grammars are slow: routes call these methods in `Ser
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Gram
 from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
+from mycli.runtime.sampling.token_filter import TokenFilter
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.http.api_error import (
     ApiError,
@@ -295,7 +296,32 @@ class Service(ServerState):
             deadline,
             beams=beams,
             min_tokens=least,
+            token_filter=self.token_filter(body, grammar),
         )
+
+    def token_filter(self, body: Sampling, grammar: Grammar | None) -> TokenFilter | None:
+        """Return the tokens that a reply may not have, None without any. Raises ApiError."""
+        name = "allowed_token_ids" if body.allowed_token_ids else "bad_words"
+        if not (body.allowed_token_ids or body.bad_words):
+            return None
+        if grammar is not None:  # near the limits of a reply a grammar chooses tokens by itself
+            raise unsupported_parameter(name, "cannot be combined with tools, a format or a thinking budget")
+        self.check_ids(body.allowed_token_ids or (), "allowed_token_ids")
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+        chosen = TokenFilter(allowed, tuple(self._bad_words(body.bad_words or ())))
+        with as_api_errors(name):
+            chosen.check(self.loaded.vocabulary_size)
+        return chosen
+
+    def _bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        # As vLLM: each word without leading space, and with one where that is another token of as many.
+        for index, word in enumerate(words):
+            if not word.strip():
+                raise invalid_value(f"bad_words.{index}", "not blank")
+            first, spaced = (tuple(self.tag_ids(space + word.lstrip())) for space in ("", " "))
+            yield first
+            if spaced[0] != first[0] and len(spaced) == len(first):
+                yield spaced
 
     def deadline(self, body: Sampling) -> float | None:
         """Return the seconds after which a reply is to end, None for any time."""
@@ -307,7 +333,8 @@ def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> No
     neutral: dict[str, tuple[object, ...]] = {"temperature": (None, 0, 1), "top_k": (None, 0, -1)}
     neutral |= dict.fromkeys(("top_p", "repetition_penalty", "repeat_penalty"), (None, 1))
     neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (None, 0))
-    neutral |= {"seed": (None, -1), **dict.fromkeys(("logit_bias", "stop"), (None,))}
+    neutral |= {"seed": (None, -1), **dict.fromkeys(("logit_bias", "stop", "allowed_token_ids"), (None,))}
+    neutral["bad_words"] = (None, [])
     for name, values in neutral.items():
         if getattr(body, name) not in values:
             message = f"use_beam_search: cannot be combined with {name}"

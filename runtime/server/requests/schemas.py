@@ -6,16 +6,8 @@ Fields that are not read here are refused or ignored as `fields` says.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, ErrorDetails, ValidationError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
@@ -28,6 +20,7 @@ MAX_CONTENT_PARTS = 1 << 12  # of a message
 MAX_PROMPTS = 1 << 10
 MAX_TOOLS = 1 << 10  # agents with MCP servers send hundreds
 MAX_IDS = 1 << 20
+MAX_BAD_WORDS = 1 << 10
 LongText = Annotated[str, Field(max_length=1 << 22)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -210,6 +203,8 @@ class Sampling(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, le=1 << 31)  # of vLLM: before any stop token or stop string counts
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS)] | None = None  # of vLLM
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None  # of vLLM
     include_stop_str_in_output: bool | None = None  # of vLLM
     skip_special_tokens: bool | None = None  # of vLLM and SGLang
     deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
