@@ -19,6 +19,8 @@ template <int B> inline Ints times_zero(int32_t sum) {
     return Ints{} + sum * BYTE_ZERO<B>;
 }
 
+constexpr int UNSPILLED = VECTOR == 64 ? 4 : 1;  // rows whose products GCC may compute before it adds any
+
 // Adds a segment, STEPS fours from four FIRST of a block of each row block, to the sums of a span. `place`: index of its units;
 // `input`: of its first input.
 template <int B, int M, int N, int STEPS, int FIRST>
@@ -42,7 +44,7 @@ inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& 
         each([&](int m, int n) {
             int32_t four;
             memcpy(&four, at + m * x.stride + 4 * q, 4);
-            sum[m][n].add(q, code[n], Ints{} + four);
+            sum[m][n].template add<(M > UNSPILLED)>(q, code[n], Ints{} + four);
         });
     }
     each([&](int m, int n) {
@@ -210,7 +212,7 @@ template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_
                     for (int m = 0; m < M; m++) {
                         const Ints four = Ints{} + x[m];
 #pragma GCC unroll 2
-                        for (int v = 0; v < ACROSS; v++) sum[m][v].add(q, code[v], four);
+                        for (int v = 0; v < ACROSS; v++) sum[m][v].template add<true>(q, code[v], four);
                     }
                 }
                 each([&](int m, int v, const float*) {

@@ -119,8 +119,8 @@ template <int FIT, int COUNT> struct ByteSum {
         return sum;
     }
 
-    // Adds four `q`.
-    inline __attribute__((always_inline)) void add(int q, Words codes, Ints x) {
+    // Adds four `q`. IN_ORDER: GCC would compute all products of a segment before it adds any, and spill most.
+    template <bool IN_ORDER> inline __attribute__((always_inline)) void add(int q, Words codes, Ints x) {
 #if BYTE_DOTS && VECTOR == 64
         sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
 #elif BYTE_DOTS
@@ -129,11 +129,11 @@ template <int FIT, int COUNT> struct ByteSum {
         sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
 #elif PAIR_SUMS
         if constexpr (FIT == 0) {
-            sum += widened(signed_pairs(codes, x));
+            add_widened<IN_ORDER>(signed_pairs(codes, x));
         } else {
             part = q % FIT ? part + pairs(codes, x) : pairs(codes, x);
-            asm("" : "+x"(part));  // GCC would compute all products of a segment before it adds any, and spill most
-            if (!ONE_PART && (q % FIT == FIT - 1 || q == COUNT - 1)) sum += widened(part);
+            asm("" : "+v"(part));  // in order in any case
+            if (!ONE_PART && (q % FIT == FIT - 1 || q == COUNT - 1)) add_widened<IN_ORDER>(part);
         }
 #else
         uint8_t a[VECTOR];
@@ -146,6 +146,10 @@ template <int FIT, int COUNT> struct ByteSum {
 
 private:
 #if PAIR_SUMS
+    template <bool IN_ORDER> inline __attribute__((always_inline)) void add_widened(Words words) {
+        sum += widened(words);
+        if (IN_ORDER) asm("" : "+v"(sum));
+    }
     static Words pairs(Words codes, Ints x) {
 #if VECTOR == 64
         return (Words)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
