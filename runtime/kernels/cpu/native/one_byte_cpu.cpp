@@ -154,18 +154,23 @@ struct Pieces {
     int32_t* at(int64_t tile, int64_t input) const {
         return memory + tiling.rows * words(input, segment) + tiling.first(tile) * words(inputs_at(input), segment);
     }
-    // Stores row m of a tile of `high` rows, with the units of its segments in order.
-    void place(int64_t tile, int64_t m, int64_t high, const int8_t* bytes, const Units& units) const {
+    // Stores the `high` rows of a tile, `stride` bytes apart, with their units.
+    template <int M = BYTE_HIGH> void place(int64_t tile, int64_t high, const int8_t* bytes, int64_t stride, const Units& units) const {
+        if constexpr (M > 1)
+            if (high < M) return place<M - 1>(tile, high, bytes, stride, units);
         for (int64_t input = 0; input < inputs; input += OneBytePanel::INPUTS_HELD) {
             const int64_t count = inputs_at(input), segments = count / segment, first = input / segment;
-            int32_t* to = at(tile, input) + m;
-            const auto spread = [&](const void* from, int64_t words) {
-                for (int64_t i = 0; i < words; i++, to += high) memcpy(to, static_cast<const int32_t*>(from) + i, 4);
+            int32_t* to = at(tile, input);
+            const auto interleave = [&](const void* from, int64_t row, int64_t words) {  // sequential stores: strided ones are slower
+                const auto* word = static_cast<const char*>(from);
+                for (int64_t i = 0; i < words; i++, word += 4, to += M)
+#pragma GCC unroll 6
+                    for (int m = 0; m < M; m++) memcpy(to + m, word + m * row, 4);
             };
-            spread(bytes + input, count / 4);
-            spread(units.unit + first, segments);
-            spread(units.sum + first, segments);
-            spread(units.shift + first, segments);
+            interleave(bytes + input, stride, count / 4);
+            interleave(units.unit + first, units.row * 4, segments);
+            interleave(units.sum + first, units.row * 4, segments);
+            interleave(units.shift + first, units.row * 4, segments);
         }
     }
 };
@@ -316,9 +321,9 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
     const Cut cut = byte_cut_of(w);
     const int64_t segments = w.inputs / cut.segment;
     const Tiling tiling(rows, BYTE_HIGH);
-    const int64_t room = rounded_up(rows * Pieces::words(w.inputs, cut.segment) * 4 + 64), notes = rounded_up(segments * 4);
-    const int64_t own = rounded_up(w.inputs), totals = rounded_up(tiling.together(w.inputs) * tiling.high * PANEL * 4);
-    const int64_t each = own + 3 * notes + totals;  // of a thread
+    const int64_t room = rounded_up(rows * Pieces::words(w.inputs, cut.segment) * 4 + 64);
+    const int64_t row = rounded_up(w.inputs), notes = rounded_up(segments * 4);
+    const int64_t each = BYTE_HIGH * (row + 3 * notes) + rounded_up(tiling.together(w.inputs) * tiling.high * PANEL * 4);  // of a thread
     const Memory memory(room + threads * each);
     if (!memory.at) return false;
     const Pieces pieces{reinterpret_cast<int32_t*>(memory.at), tiling, w.inputs, cut.segment};
@@ -328,18 +333,20 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
         int self;
 #pragma omp atomic capture
         self = next++;
-        char* const mine = memory.at + room + self * each;
-        int8_t* const bytes = reinterpret_cast<int8_t*>(mine);
-        const Units units{reinterpret_cast<float*>(mine + own), reinterpret_cast<int32_t*>(mine + own + notes),
-                          reinterpret_cast<float*>(mine + own + 2 * notes), 0, 1};
-        float* const total = reinterpret_cast<float*>(mine + own + 3 * notes);
+        char* at = memory.at + room + self * each;
+        const auto take = [&](int64_t bytes) { return std::exchange(at, at + BYTE_HIGH * bytes); };
+        int8_t* const bytes = reinterpret_cast<int8_t*>(take(row));
+        float* const unit = reinterpret_cast<float*>(take(notes));
+        int32_t* const sum = reinterpret_cast<int32_t*>(take(notes));
+        float* const shift = reinterpret_cast<float*>(take(notes));
+        const Units units{unit, sum, shift, notes / 4, 1};
+        float* const total = reinterpret_cast<float*>(at);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiling.tiles; t++) {
-            const int64_t start = tiling.first(t), end = tiling.first(t + 1);
-            for (int64_t m = start; m < end; m++) {
-                make_bytes(x + m * w.inputs, w.inputs, cut, -BYTE_ZERO<B>, bytes, units);
-                pieces.place(t, m - start, end - start, bytes, units);
-            }
+            const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+            for (int64_t m = 0; m < high; m++)
+                make_bytes(x + (start + m) * w.inputs, w.inputs, cut, -BYTE_ZERO<B>, bytes + m * row, units.from(m));
+            pieces.place(t, high, bytes, row, units);
         }
         each_panel(w, tiling, w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
             multiply_byte_panel<B>(w, row_block, tiling, first, last, pieces, total, y);
