@@ -115,7 +115,7 @@ FAILURES: dict[str, tuple[str, Change | None, str, set[int]]] = {
     "damaged-draft": ("run pico Hi --draft mine", cut, "mycli verify mine", {6}),
     "unknown-name": ("run nothing-like-it Hi", None, "mycli list", {0}),
     "not-stored-here": ("rm .", None, "mycli list", {0}),
-    "no-such-revision": ("rm org/x@main", None, "", set()),
+    "no-such-revision": ("rm org/x@main", None, "mycli list", {0}),
     "exists": ("quantize pico --method rtn --report none -o {mine}", None, "--overwrite", set()),
     "exists-with-a-persons-file": ("quantize pico --method rtn --report none -o {mine}", foreign, "-o", set()),
     "template": ("show mine --template", lambda folder: untemplated(folder), "mycli run mine PROMPT --raw", {0}),
