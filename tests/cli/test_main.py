@@ -121,6 +121,7 @@ def test_a_reply_is_terminated(environment: dict[str, str]) -> None:
         ("bench pico --draft pico-draft -n 8", "bench draft pico -n 8 pico-draft"),
         ("bench --draft=ngram pico", "bench draft pico ngram"),
         ("bench pico --draft none", "bench pico"),
+        ("bench pico --draft", "bench pico --draft"),
         ("bench serve pico --draft ngram", "bench serve pico --draft ngram"),
         ("run pico --draft ngram", "run pico --draft ngram"),
     ],

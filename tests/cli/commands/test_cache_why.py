@@ -13,8 +13,16 @@ def chat(system: str) -> dict[str, Any]:
     return {"model": "pico", "messages": [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}]}
 
 
+def called(system: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "noon"}]
+    body = chat(system)
+    return {**body, "messages": [*body["messages"], *turns]}
+
+
 BODIES: dict[str, tuple[Any, Any]] = {
     "chat": (chat("Today is 2026-11-23."), chat("Today is 2026-11-24.")),
+    "calls": (called("Today is 2026-11-23."), called("Today is 2026-11-24.")),
     "messages": tuple(
         {"model": "pico", "max_tokens": 9, "system": f"Today is 2026-11-{day}.", "messages": chat("")["messages"][1:]}
         for day in (23, 24)

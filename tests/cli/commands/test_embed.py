@@ -207,6 +207,13 @@ def test_a_refused_text_leaves_no_others_in_the_engine(model: Path) -> None:
         assert torch.equal(opened.embed(["a b"]), expected)
 
 
+def test_a_text_has_hidden_states_up_to_the_context(model: Path) -> None:
+    with open_model(str(model), EngineConfig(device="cpu", context=64), offline=True) as opened:
+        assert len(opened.hidden_states("a b")) == len(opened.tokenizer.encode("a b", add_special=True))
+        with pytest.raises(UsageError, match="the context holds 1 to 64"):
+            opened.hidden_states("a " * 100)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"), [('"a"\n{"text": 1}\n', "line 2: no text"), ('"a"\n\n', "line 2: not valid JSON")]
 )

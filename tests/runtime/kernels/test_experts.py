@@ -137,6 +137,15 @@ def test_dense_products_are_those_of_each_expert_alone(tokens: int, outputs: int
     check([(torch.randn(outputs, 64) / 8).bfloat16() for _ in range(9)], tokens, 64, torch.bfloat16)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 60], ids=lambda tokens: f"{tokens}-tokens")
+def test_unpacked_experts_in_fp32_are_multiplied_in_inference_alone(tokens: int) -> None:
+    experts = [torch.randn(13, 64) / 8 for _ in range(9)]
+    with torch.inference_mode():
+        check(experts, tokens, 64, torch.float32)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    assert isinstance(native_routed_product(experts[:1], torch.randn(tokens, 64), starts, None), Declined)
+
+
 def check(experts: Sequence[Matmul | Tensor], tokens: int, inputs: int, dtype: torch.dtype) -> None:
     route = reference.route(scores(tokens, len(experts)), RoutingSpec(2, normalize=True))
     chosen = [experts[expert] for expert in route.hit]

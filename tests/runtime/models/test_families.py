@@ -255,6 +255,10 @@ def test_absent_fields_take_the_family_defaults() -> None:
     ernie = parse("ernie4_5_moe").layer(1).mlp
     assert isinstance(ernie, ExpertsSpec) and (len(ernie.experts), ernie.top_k) == (64, 6)
     assert ernie.shared is not None and ernie.shared.gate is None and ernie.shared.mlp.size == 2 * 1536
+    for normalizes in (True, False):
+        command = parse("cohere2_moe", expert_selection_fn="sigmoid", norm_topk_prob=normalizes).layer(0).mlp
+        absent = parse("cohere2_moe", expert_selection_fn="sigmoid").layer(0).mlp
+        assert (absent == command) is normalizes
     assert parse("lfm2_moe").has_recurrent is False and isinstance(parse("lfm2_moe").layer(2).mlp, ExpertsSpec)
     assert parse("minimax_m2").rope_theta == 5e6 and parse("minimax_m2", rotary_dim=64).rotary_dim == 64
     assert parse("dots1", max_window_layers=3).windows == (None, None, None, 4096)

@@ -19,6 +19,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
@@ -102,6 +103,16 @@ def test_greedy_tokens_are_the_same(kind: str, kv: KvDtype) -> None:
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
 def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) -> None:
     assert differences(200, kind, range(1, 9)) == []
+
+
+def test_prefixes_have_logits_up_to_the_context() -> None:
+    runner = loaded("pico").runner
+    prefix = PrefixLogits(runner, 8)
+    for count in (1, 8):
+        assert prefix.logits([5] * count).shape == (runner.config.vocab_size,)
+    for count in (0, 9):
+        with pytest.raises(UsageError, match=f"{count} tokens: the context holds 1 to 8"):
+            prefix.logits([5] * count)
 
 
 @cache

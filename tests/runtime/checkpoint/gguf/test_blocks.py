@@ -29,6 +29,12 @@ REFERENCES = {"Q1_0": _q1_0, "Q2_0": _q2_0}
 KNOWN = [name for name in READABLE_NAMES if name not in REFERENCES]
 
 
+def test_types_are_readable_if_quantized_or_of_floats() -> None:
+    listed, quantized = {kind.name for kind in TYPES}, {kind.name for kind in QUANTIZED}
+    assert listed - {*READABLE_NAMES} == {"I8", "I16", "I32", "I64", "F64"}
+    assert {*READABLE_NAMES} - quantized == {"F32", "F16", "BF16"}
+
+
 def _dequantizable() -> set[str]:
     reached = set()
     for kind in GGMLQuantizationType:

@@ -1,7 +1,10 @@
 """Test the routes that a server for several models answers itself, without loading one."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -10,7 +13,7 @@ import pytest
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from mycli.runtime.server.router.application import Router, router_application
 from mycli.runtime.server.router.model import RoutedModel
-from mycli.runtime.server.router.pool import ModelPool
+from mycli.runtime.server.router.pool import ModelPool, Slot
 
 MODELS = (
     RoutedModel(("first", "alias"), (), Path("/nowhere"), nbytes=7, context=64, created=1, pinned=True),
@@ -81,3 +84,19 @@ def test_a_model_that_is_not_loaded_is_not_loaded_to_be_unloaded(router: Router,
 def test_the_paths_of_other_servers_are_forwarded(router: Router, path: str) -> None:
     status, reply = get(router, path, {"model": "second", "query": "a", "documents": ["b"]})
     assert status != 404 and "its files are damaged" in reply["error"]["message"]
+
+
+def test_a_server_for_one_model_has_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ModelPool(MODELS[:1], {"cpu": 9}, ServerLimits(), None, print)  # type: ignore[arg-type]  # nothing is loaded
+
+    @asynccontextmanager
+    async def loaded(slot: Slot) -> AsyncIterator[Any]:
+        sent = {"info": {}, "components": {"schemas": {"Chat": {"properties": {"model": {}}}}}}
+        description = httpx2.MockTransport(lambda request: httpx2.Response(200, json=sent))
+        async with httpx2.AsyncClient(transport=description, base_url="http://model") as client:
+            yield SimpleNamespace(client=client)
+
+    monkeypatch.setattr(pool, "use", loaded)
+    status, shown = get(Router(ServerSettings(("first",)), pool), "/openapi.json")
+    assert status == 200 and shown["info"] == {"title": "mycli"}
+    assert shown["components"]["schemas"]["Chat"]["properties"]["model"] == {"enum": ["first", "alias", None]}
