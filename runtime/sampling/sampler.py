@@ -92,7 +92,7 @@ class Sampler:
     ) -> None:
         """numbers: None for new ones; stop_ids: tokens that are not drawn before the reply has `min_tokens` tokens.
 
-        Raises UsageError for a bias or a filter of a token that is not in the vocabulary.
+        Raises UsageError for a bias of a token that is not in the vocabulary.
         """
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
@@ -112,7 +112,7 @@ class Sampler:
         stops = [token for token in stop_ids if token < vocab_size] if min_tokens else []
         self._stops = torch.tensor(stops, dtype=torch.long, device=device)
         self._missing = min_tokens if stops else 0  # tokens to draw before a stop token
-        self._mask = None if token_filter is None else TokenMask(token_filter, vocab_size, device)
+        self._mask = None if token_filter is None else TokenMask(token_filter, device)
 
     @property
     def plain(self) -> bool:

@@ -1,8 +1,9 @@
 """Tokens that a reply may not have: all but a set of allowed ones, and the last tokens of words that are complete."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,45 +11,50 @@ from torch import Tensor
 from mycli.runtime.errors import ModelError, UsageError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenFilter:
-    """allowed: the only tokens of a reply, None for all; words: sequences of tokens that no reply contains."""
+    """What a request excludes.
 
-    allowed: frozenset[int] | None = None
-    words: tuple[tuple[int, ...], ...] = ()
+    excluded: tokens that no reply has, bool [vocab]; words: sequences of two tokens or more that no reply contains.
+    """
 
-    def check(self, vocab_size: int) -> None:
-        """Raise UsageError for a token that is not in the vocabulary, and if no token is left."""
-        largest_in_words = max((max(word) for word in self.words), default=0)
-        largest_allowed = max(self.allowed or (), default=0)
-        for setting, largest in (("allowed_token_ids", largest_allowed), ("bad_words", largest_in_words)):
+    excluded: Tensor
+    words: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, vocab_size: int, allowed: Collection[int] | None = None, words: Collection[Sequence[int]] = ()) -> Self:
+        """Return the filter for replies of `allowed` tokens alone, None for all, that contain none of `words`.
+
+        Raises UsageError for a token that is not in the vocabulary, and if no token is left.
+        """
+        largest_in_words = max((max(word) for word in words), default=0)
+        for setting, largest in (("allowed_token_ids", max(allowed or (), default=0)), ("bad_words", largest_in_words)):
             if largest >= vocab_size:
                 raise UsageError(
                     f"{setting}: there is no token {largest}",
                     f"the ids of this model's vocabulary end at {vocab_size - 1}",
                     data={"setting": setting},
                 )
-        if self.allowed is not None and not self.allowed - {word[0] for word in self.words if len(word) == 1}:
+        excluded = torch.full((vocab_size,), allowed is not None)
+        excluded[list(allowed or ())] = False
+        excluded[[word[0] for word in words if len(word) == 1]] = True
+        if bool(excluded.all()):
             raise UsageError(
                 "allowed_token_ids has no token that is not a bad word",
                 "allow a further token",
                 data={"setting": "allowed_token_ids"},
             )
+        return cls(excluded, [word for word in words if len(word) > 1])
 
 
 class TokenMask:
-    """Applies a `TokenFilter` to the logits of one reply, whose tokens it counts."""
+    """Applies a `TokenFilter` to the logits of one reply, whose last tokens it remembers."""
 
-    def __init__(self, tokens: TokenFilter, vocab_size: int, device: torch.device) -> None:
-        tokens.check(vocab_size)
-        self._always = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        if tokens.allowed is not None:
-            self._always.fill_(True)
-            self._always[sorted(tokens.allowed)] = False
-        self._always[sorted({word[0] for word in tokens.words if len(word) == 1})] = True
-        self._words = [(list(word[:-1]), word[-1]) for word in tokens.words if len(word) > 1]
+    def __init__(self, tokens: TokenFilter, device: torch.device) -> None:
+        self._excluded = tokens.excluded.to(device)
+        self._words = [(list(word[:-1]), word[-1]) for word in tokens.words]
         self._longest = max((len(prefix) for prefix, _ in self._words), default=0)
-        self._last: list[int] = []  # the last tokens of the reply, as many as a word has before its last one
+        self._last: list[int] = []  # as many as a word has before its last one
 
     def extend(self, tokens: Sequence[int]) -> None:
         if self._longest:
@@ -60,7 +66,7 @@ class TokenMask:
         following: tokens assumed after the reply so far; the last row is after all of these, the row before it after
         all but the last, and so on.
         """
-        logits = logits.masked_fill(self._always.to(logits.device), -math.inf)
+        logits = logits.masked_fill(self._excluded.to(logits.device), -math.inf)
         for row in range(len(logits) if self._words else 0):
             before = [*self._last, *following[: max(0, len(following) - (len(logits) - 1 - row))]]
             ended = [last for prefix, last in self._words if before[-len(prefix) :] == prefix]

@@ -301,17 +301,15 @@ class Service(ServerState):
 
     def token_filter(self, body: Sampling, grammar: Grammar | None) -> TokenFilter | None:
         """Return the tokens that a reply may not have, None without any. Raises ApiError."""
-        name = "allowed_token_ids" if body.allowed_token_ids else "bad_words"
         if not (body.allowed_token_ids or body.bad_words):
             return None
+        name = "allowed_token_ids" if body.allowed_token_ids else "bad_words"
         if grammar is not None:  # near the limits of a reply a grammar chooses tokens by itself
             raise unsupported_parameter(name, "cannot be combined with tools, a format or a thinking budget")
         self.check_ids(body.allowed_token_ids or (), "allowed_token_ids")
-        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
-        chosen = TokenFilter(allowed, tuple(self._bad_words(body.bad_words or ())))
+        words = list(self._bad_words(body.bad_words or ()))
         with as_api_errors(name):
-            chosen.check(self.loaded.vocabulary_size)
-        return chosen
+            return TokenFilter.of(self.loaded.vocabulary_size, body.allowed_token_ids, words)
 
     def _bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
         # As vLLM: each word without leading space, and with one where that is another token of as many.

@@ -14,25 +14,27 @@ from mycli.runtime.sampling.sampler import Sampler, sample_rows
 from mycli.runtime.sampling.token_filter import TokenFilter
 
 VOCAB = 12
-FILTERS = {
-    "allowed": TokenFilter(frozenset({2, 5, 7})),
-    "word": TokenFilter(words=((3,), (5, 7), (7, 7, 2))),
-    "both": TokenFilter(frozenset({2, 3, 5, 7}), ((3,), (5, 7), (7, 2))),
+Filter = tuple[set[int] | None, Sequence[tuple[int, ...]]]  # allowed tokens, None for all, and words
+FILTERS: dict[str, Filter] = {
+    "allowed": ({2, 5, 7}, ()),
+    "word": (None, ((3,), (5, 7), (7, 7, 2))),
+    "both": ({2, 3, 5, 7}, ((3,), (5, 7), (7, 2))),
 }
 FILTERED = pytest.mark.parametrize("name", FILTERS)
 
 
-def reference(tokens: TokenFilter, reply: Sequence[int]) -> set[int]:
+def reference(tokens: Filter, reply: Sequence[int]) -> set[int]:
     """Return the tokens that may follow `reply`."""
-    allowed = set(range(VOCAB)) if tokens.allowed is None else set(tokens.allowed)
-    for word in tokens.words:
+    allowed = set(range(VOCAB) if tokens[0] is None else tokens[0])
+    for word in tokens[1]:
         if len(word) <= len(reply) + 1 and list(reply[len(reply) - len(word) + 1 :]) == list(word[:-1]):
             allowed.discard(word[-1])
     return allowed
 
 
-def start(tokens: TokenFilter, temperature: float = 1.0, **others: Any) -> Sampler:
-    return Sampler(SamplingParams(temperature, seed=1), VOCAB, torch.device("cpu"), token_filter=tokens, **others)
+def start(tokens: Filter, temperature: float = 1.0, **others: Any) -> Sampler:
+    chosen = TokenFilter.of(VOCAB, *tokens)
+    return Sampler(SamplingParams(temperature, seed=1), VOCAB, torch.device("cpu"), token_filter=chosen, **others)
 
 
 def possible(row: Tensor) -> set[int]:
@@ -85,7 +87,7 @@ def test_rows_of_other_requests_are_unchanged() -> None:
 
 
 def test_without_a_token_that_may_follow_the_reply_is_an_error() -> None:
-    sampler = start(TokenFilter(frozenset({2, 5}), ((5, 2), (5, 5))), 0.0)
+    sampler = start(({2, 5}, ((5, 2), (5, 5))), 0.0)
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 1
     assert int(sampler.sample(logits)) == 5
@@ -98,17 +100,17 @@ def test_without_a_token_that_may_follow_the_reply_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
-        (TokenFilter(frozenset({VOCAB})), "allowed_token_ids: there is no token 12"),
-        (TokenFilter(words=((1, VOCAB + 1),)), "bad_words: there is no token 13"),
-        (TokenFilter(frozenset({3}), ((3,),)), "no token that is not a bad word"),
+        (({VOCAB}, ()), "allowed_token_ids: there is no token 12"),
+        ((None, ((1, VOCAB + 1),)), "bad_words: there is no token 13"),
+        (({3}, ((3,),)), "no token that is not a bad word"),
     ],
 )
-def test_filters_that_cannot_be_met_are_refused(tokens: TokenFilter, problem: str) -> None:
+def test_filters_that_cannot_be_met_are_refused(tokens: Filter, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         start(tokens)
 
 
 def test_stop_tokens_are_masked_too() -> None:
-    sampler = start(TokenFilter(frozenset({2, 5})), stop_ids=(5,), min_tokens=1)
+    sampler = start(({2, 5}, ()), stop_ids=(5,), min_tokens=1)
     assert int(sampler.sample(torch.zeros(1, VOCAB))) == 2
     assert possible(sampler.probabilities(torch.zeros(1, VOCAB))[0]) == {2, 5}
