@@ -306,7 +306,6 @@ class Service(ServerState):
         name = "allowed_token_ids" if body.allowed_token_ids else "bad_words"
         if grammar is not None:  # near the limits of a reply a grammar chooses tokens by itself
             raise unsupported_parameter(name, "cannot be combined with tools, a format or a thinking budget")
-        self.check_ids(body.allowed_token_ids or (), "allowed_token_ids")
         words = list(self._bad_words(body.bad_words or ()))
         with as_api_errors(name):
             return TokenFilter.of(self.loaded.vocabulary_size, body.allowed_token_ids, words)

@@ -55,21 +55,25 @@ def test_a_seed_is_a_calibration(tokenizer: Tokenizer, mixed: Calibration) -> No
     assert not torch.equal(mixed.windows, other.windows) and mixed.sha256 != other.sha256
 
 
+def with_template(folder: Path, template: str) -> Tokenizer:
+    """Load pico's tokenizer with another chat template, from `folder`."""
+    shutil.copy(PICO / "tokenizer.json", folder)
+    settings = json.loads((PICO / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return Tokenizer.load(folder, VOCABULARY)
+
+
 @pytest.mark.usefixtures("short_calibration_text")
 def test_a_template_with_tools_shows_calls_and_reasoning(tmp_path: Path) -> None:
-    shutil.copy(PICO / "tokenizer.json", tmp_path)
-    settings = json.loads((PICO / "tokenizer_config.json").read_text())
     template = "{{ tools }}{% for m in messages %}{{ m.reasoning_content }}<tool_call>{{ m.tool_calls }}{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
-    tools = Tokenizer.load(tmp_path, VOCABULARY)
+    tools = with_template(tmp_path, template)
     drawn = calibration.bundled(tools, VOCABULARY, 30, 64, seed=0)
     assert drawn.mix == {"prose": 6, "conversations": 6, "calls": 4, "code": 8, "languages": 4, "random": 2}
     ids = calibration._conversations(tools, calibration._calls(torch.Generator()), 9000)
     text = tools.decode(ids.tolist())
     assert "'name': 'read_file', 'arguments': {'path'" in text and "I do not know the code yet." in text
     refusing = template + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": refusing}))
-    assert "calls" not in calibration.bundled(Tokenizer.load(tmp_path, VOCABULARY), VOCABULARY, 30, 64, seed=0).mix
+    assert "calls" not in calibration.bundled(with_template(tmp_path, refusing), VOCABULARY, 30, 64, seed=0).mix
 
 
 def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:
@@ -81,11 +85,7 @@ def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_calibration_text")
 def test_a_template_that_fails_is_as_none(tmp_path: Path) -> None:
-    shutil.copy(PICO / "tokenizer.json", tmp_path)
-    settings = json.loads((PICO / "tokenizer_config.json").read_text())
-    broken = "{{ raise_exception('no') }}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": broken}))
-    drawn = calibration.bundled(Tokenizer.load(tmp_path, VOCABULARY), VOCABULARY, 15, 32, seed=0)
+    drawn = calibration.bundled(with_template(tmp_path, "{{ raise_exception('no') }}"), VOCABULARY, 15, 32, seed=0)
     assert drawn.mix == {"prose": 8, "code": 4, "languages": 2, "random": 1}
 
 

@@ -1,6 +1,7 @@
 """Test ERNIE 4.5 VL as published and as transformers has it in memory: its text experts and their router are read."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def test_the_experts_for_text_are_read(files: str, tmp_path: Path) -> None:
     assert folder.raw.values["architectures"] == ["Ernie4_5_MoeForCausalLM"]
     experts = folder.config.layer(1).mlp
     assert isinstance(experts, ExpertsSpec) and (len(experts.experts), experts.experts[0].size) == (4, 24)
+    entries = folder.checked_manifest().tensors.values()
+    assert all(entry.nbytes == 4 * math.prod(entry.shape) for entry in entries)
     actual = whole(load_model(folder, CPU).model, TOKENS)
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 

@@ -397,13 +397,3 @@ def test_replies_have_the_times_that_clients_of_llama_cpp_show(scripted: Scripte
     for begun in (each[1:], each_text):  # the first event of a chat is its role
         counts = [event["timings"]["predicted_n"] for event in begun]
         assert len(counts) > 2 and counts == sorted(counts) and 0 < counts[0] < counts[-1]
-
-
-@pytest.mark.parametrize(("fields", "reason"), [({"max_tokens": 2}, "length"), ({"stop": [" "]}, "stop")], ids=str)
-def test_a_completion_says_why_it_ended(served: Served, fields: dict[str, Any], reason: str) -> None:
-    body = {"prompt": "The capital of Japan", "temperature": 0, **fields}
-    whole = served.ask("POST", "/v1/completions", body)
-    events = served.ask("POST", "/v1/completions", {**body, "stream": True}).events
-    assert whole.json["choices"][0]["finish_reason"] == reason
-    reasons = [event["choices"][0]["finish_reason"] for event in events if event["choices"]]
-    assert reasons == [None] * (len(reasons) - 1) + [reason]

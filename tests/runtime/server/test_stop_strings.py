@@ -1,11 +1,13 @@
 """Test that a stop string ends a reply, whole and streamed, within text and within tool calls."""
 
+from typing import Any
+
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from tests.runtime.server.conftest import Scripted
 from tests.runtime.server.test_replies import REPLY, TOOL
-from tests.support.served import joined
+from tests.support.served import Served, joined
 
 
 def test_a_stop_string_across_tokens_ends_the_stream(scripted: Scripted) -> None:
@@ -38,3 +40,13 @@ def test_a_stop_string_after_a_call_leaves_the_call_to_be_run(
     with scripted(REPLY + "\nObservation: 3", model=reasoning) as served:
         whole = served.ask("POST", "/v1/messages", {"tools": [tool], **body}).json
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"max_tokens": 2}, "length"), ({"stop": [" "]}, "stop")], ids=str)
+def test_a_completion_says_why_it_ended(served: Served, fields: dict[str, Any], reason: str) -> None:
+    body = {"prompt": "The capital of Japan", "temperature": 0, **fields}
+    whole = served.ask("POST", "/v1/completions", body)
+    events = served.ask("POST", "/v1/completions", {**body, "stream": True}).events
+    assert whole.json["choices"][0]["finish_reason"] == reason
+    reasons = [event["choices"][0]["finish_reason"] for event in events if event["choices"]]
+    assert reasons == [None] * (len(reasons) - 1) + [reason]

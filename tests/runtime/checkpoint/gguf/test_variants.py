@@ -79,3 +79,30 @@ def test_experts_of_granite_with_windows_need_no_shared_expert() -> None:
     folder = gguf_folder({**facts, "keys": keys, "tensors": tensors})
     assert len(keys) == len(facts["keys"]) - 1 and len(tensors) < len(facts["tensors"])
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+
+
+@pytest.mark.parametrize(
+    ("norms", "names", "theta"),
+    [
+        (2, ["ln_attn", "ln_mlp"], 10000.0),
+        (1, ["input_layernorm"], 500042.0),  # 11B, whose base the converter does not write
+    ],
+)
+def test_large_falcons_have_groups_of_keys_and_one_or_two_norms(norms: int, names: list[str], theta: float) -> None:
+    facts = FACTS["falcon-7b"]
+    tensors = {
+        name: [64, 128] if name.endswith("attn_qkv.weight") else shape for name, shape in facts["tensors"].items()
+    }
+    if norms == 2:
+        tensors |= {
+            name.replace("attn_norm", "attn_norm_2"): shape for name, shape in tensors.items() if "attn_norm" in name
+        }
+    facts = {**facts, "keys": {**facts["keys"], "falcon.attention.head_count_kv": 2}, "tensors": tensors}
+    folder = gguf_folder(facts)
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+    layer = folder.config.layer(0)
+    assert [norm.name and norm.name.rpartition(".")[2] for norm in layer.norms()] == names
+    assert [linear.out_features for linear in layer.attention.qkv] == [64, 32, 32]
+    assert {rope.theta for rope in folder.config.distinct_ropes} == {theta}
+    based = gguf_folder({**facts, "keys": {**facts["keys"], "falcon.rope.freq_base": 25000.0}})
+    assert {rope.theta for rope in based.config.distinct_ropes} == {25000.0}
