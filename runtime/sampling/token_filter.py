@@ -13,10 +13,7 @@ from mycli.runtime.errors import ModelError, UsageError
 
 @dataclass(frozen=True, eq=False)
 class TokenFilter:
-    """What a request excludes.
-
-    excluded: tokens that no reply has, bool [vocab]; words: sequences of two tokens or more that no reply contains.
-    """
+    """excluded: tokens that no reply has, bool [vocab]; words: sequences of two tokens or more that no reply contains."""
 
     excluded: Tensor
     words: Sequence[Sequence[int]]
