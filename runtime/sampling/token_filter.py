@@ -13,7 +13,7 @@ from mycli.runtime.errors import ModelError, UsageError
 
 @dataclass(frozen=True, eq=False)
 class TokenFilter:
-    """excluded: tokens that no reply has, bool [vocab]; words: sequences of two tokens or more that no reply contains."""
+    """excluded: tokens that no reply has, bool [vocab]; words: of two tokens or more, that no reply contains."""
 
     excluded: Tensor
     words: Sequence[Sequence[int]]
