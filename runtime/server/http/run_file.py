@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from mycli.runtime.utils.files import try_lock
@@ -55,12 +56,13 @@ def announced(folder: Path, server: RunningServer) -> Iterator[None]:
 
 def running_servers(folder: Path) -> list[RunningServer]:
     """Return the servers that run, the oldest first; files of others are removed."""
-    servers = []
-    for path in sorted(folder.glob("*.json")):
+    servers: list[tuple[int, int, RunningServer]] = []
+    for path in folder.glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):
+            written = path.stat().st_mtime_ns  # tells those apart that started in the same second
             if (server := _read(path)) is not None:
-                servers.append(server)
-    return sorted(servers, key=lambda server: server.started)
+                servers.append((server.started, written, server))
+    return [server for *_, server in sorted(servers, key=itemgetter(0, 1))]
 
 
 def is_running(folder: Path, server: RunningServer) -> bool:

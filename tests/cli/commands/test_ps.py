@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_a_file_is_there_while_the_server_runs(tmp_path: Path) -> None:
         assert running_servers(folder) == [SERVER]
         assert (folder / "1.json").stat().st_mode & 0o777 == 0o600
     assert running_servers(folder) == [] and not list(folder.iterdir())
+
+
+def test_the_oldest_server_is_first_whatever_its_process_number(tmp_path: Path) -> None:
+    servers = [replace(SERVER, pid=pid, started=started) for pid, started in ((7, 3), (991, 4), (1005, 4))]
+    with announced(tmp_path, servers[0]), announced(tmp_path, servers[1]), announced(tmp_path, servers[2]):
+        for order in ([7, 991, 1005], [7, 1005, 991]):
+            for moment, pid in enumerate(order):
+                os.utime(tmp_path / f"{pid}.json", (moment, moment))
+            assert [server.pid for server in running_servers(tmp_path)] == order
 
 
 def test_the_file_of_a_server_without_standard_input_is_removed(tmp_path: Path) -> None:
