@@ -25,7 +25,7 @@ def empty(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", isa.SETS)
 def test_each_processor_takes_its_own(name: str, tmp_path: Path) -> None:
     files = {each: empty(tmp_path, each) for each in isa.portable_flags()}
-    assert len(set(files.values())) == len(isa.SETS) + 1
+    assert len(set(files.values())) == len(isa.SETS) + 2
     processor = Cpu("Some processor", 1, BEST[name])
     assert prebuilt.find(isa.portable_name(None, processor), tmp_path) == files[name]
 
@@ -33,6 +33,7 @@ def test_each_processor_takes_its_own(name: str, tmp_path: Path) -> None:
 def test_processors_on_which_dot_products_of_bf16_are_fast() -> None:
     assert isa.portable_name(None, Cpu("AMD EPYC 9654", 1, ZEN_4)) == "avx512vnni-bf16"
     assert isa.portable_name("avx512vnni", Cpu("AMD EPYC 9654", 1, ZEN_4)) == "avx512vnni-bf16"
+    assert isa.portable_name(None, Cpu("AMD EPYC 9755", 1, ZEN_4 | {"avx_vnni"})) == "avx512vnni-bf16-avxvnni"
     assert isa.portable_name("avx2", Cpu("AMD EPYC 9654", 1, ZEN_4)) == "avx2"
     assert isa.portable_name(None, Cpu("Intel(R) Xeon(R)", 1, ZEN_4)) == "avx512vnni"
 

@@ -24,7 +24,8 @@ _COMPILERS = {
 }
 _AMX = ("amx_tile", "amx_int8", "amx_bf16")
 BF16_DOTS = "-DBF16_DOT=1"
-_DOTS = "avx512vnni-bf16"  # a wheel has avx512vnni with and without bf16 dot products
+# What a wheel's libraries for AMD's processors have in addition to avx512vnni, best first. AVX-VNNI is what Zen 5 adds.
+_AMD = {"avx512vnni-bf16-avxvnni": ("avx512_bf16", "avx_vnni"), "avx512vnni-bf16": ("avx512_bf16",)}
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,15 @@ def compiler_flags(name: str | None, processor: Cpu) -> tuple[str, ...]:
 
 def portable_flags() -> dict[str, tuple[str, ...]]:
     """Return, for every library of a wheel, the options that allow exactly its instruction set."""
-    names = {name: instructions.needs for name, instructions in SETS.items()} | {
-        _DOTS: (*SETS["avx512vnni"].needs, "avx512_bf16")
-    }
+    amd = {name: (*SETS["avx512vnni"].needs, *more) for name, more in _AMD.items()}
+    names = {name: instructions.needs for name, instructions in SETS.items()} | amd
     flags = {name: tuple(f"-m{_COMPILERS.get(flag, flag)}" for flag in needs) for name, needs in names.items()}
-    return flags | {_DOTS: (*flags[_DOTS], BF16_DOTS)}
+    return flags | {name: (*flags[name], BF16_DOTS) for name in amd}
 
 
 def portable_name(name: str | None, processor: Cpu) -> str:
     """Return the key of `portable_flags` for the set `name` on `processor`, None for its best; else "plain"."""
     chosen = name or best_set(processor.flags)
-    return _DOTS if chosen == "avx512vnni" and dots_are_fast(processor) else chosen
+    if chosen != "avx512vnni" or not dots_are_fast(processor):
+        return chosen
+    return next(name for name, more in _AMD.items() if set(more) <= set(processor.flags))
