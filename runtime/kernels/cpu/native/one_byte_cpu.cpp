@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& 
     const int32_t* const start = x.units.sum + place;
     const int8_t* const at = x.bytes + input;
     const auto each = [](auto use) __attribute__((always_inline)) {
-#pragma GCC unroll 8
+#pragma GCC unroll 9
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) use(m, n);
@@ -60,12 +60,12 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
     Floats total[PARTS][M][N] = {};
     SpanScales<N> scales(w, row_block, byte_cut_of(w).span, codes.groups);
     const auto add = [&](int part, int64_t place, const Floats (&span)[M][N]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 9
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) total[part][m][n] = add_byte_span(span[m][n], scales.now[n].scale[part], total[part][m][n]);
         if (w.offsets)
-#pragma GCC unroll 8
+#pragma GCC unroll 9
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
                 for (int n = 0; n < N; n++)
@@ -359,7 +359,10 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
 
 #if WIDTH
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y) {
-    by_bits(w, [&](auto bits) { few_of_count<bits.value, BYTE_PART>(w, row_block, x, rows, once, y); });
+    by_bits(w, [&](auto bits) {
+        constexpr int MOST = STORED<bits.value> < LONG_BITS ? BYTE_PART : LONG_PART;
+        few_of_count<bits.value, MOST>(w, row_block, x, rows, once, y);
+    });
 }
 #endif
 

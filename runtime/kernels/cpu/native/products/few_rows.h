@@ -22,6 +22,8 @@ constexpr int PART = 4, BYTE_PART = PART, SIDE = 1;
 #else
 constexpr int PART = 1, BYTE_PART = PART, SIDE = 1;
 #endif
+// So many rows of bytes are one part beside codes of LONG_BITS and more, of one row block at a time: memory is their limit.
+constexpr int LONG_PART = ZEN5 ? 9 : WIDTH == 32 ? 8 : BYTE_PART, LONG_BITS = 6;
 constexpr int ALONG = SIDE * ROWS;
 
 }  // namespace
@@ -36,7 +38,7 @@ namespace {
 
 // How many row blocks M rows are multiplied by at a time. Side by side they take fewer instructions, but memory reads one stream faster:
 // it is the limit of few rows and long codes.
-template <int B, int M> constexpr int AT_ONCE = 4 * M > STORED<B> ? SIDE : 1;
+template <int B, int M> constexpr int AT_ONCE = 4 * M > STORED<B> && M <= BYTE_PART ? SIDE : 1;
 
 // Calls use(how many row blocks, the first, its results) for SIDE row blocks from `row_block`. On Zen 5 memory limits every number of
 // rows that reads the codes once.
@@ -195,6 +197,13 @@ struct FewProduct {  // some rows times a weight
     int64_t stride;
 };
 
+// In how many parts the rows of a product are multiplied.
+inline int64_t parts_of(const FewProduct& product, bool one_byte) {
+    if (one_byte && product.weight->bits >= LONG_BITS && product.count <= LONG_PART) return 1;
+    const int64_t most = one_byte ? BYTE_PART : PART;
+    return (product.count + most - 1) / most;
+}
+
 // The row blocks of several products, SIDE at a time, shared among threads: each takes a part of the remaining ones until none
 // remain.
 class FewBlocks {
@@ -234,12 +243,11 @@ public:
             for (int64_t i = share.first; i < share.last; i++) {
                 while (i >= starts[share.product + 1]) share.product++;
                 const FewProduct& product = products[share.product];
-                const int64_t n = (i - starts[share.product]) * SIDE, most = x.cut.one_byte ? BYTE_PART : PART;
-                const int64_t parts = (product.count + most - 1) / most;
+                const int64_t n = (i - starts[share.product]) * SIDE, parts = parts_of(product, x.cut.one_byte);
                 const int64_t width = std::min<int64_t>(ALONG, product.weight->rows - n * ROWS);
                 for (int64_t p = 0; p < parts; p++) {
                     const int64_t start = product.count * p / parts, count = product.count * (p + 1) / parts - start;
-                    float part[BYTE_PART * ALONG];
+                    float part[LONG_PART * ALONG];
                     (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first + start), count, parts == 1, part);
                     for (int64_t m = 0; m < count; m++) store_row(product.y, BF16, (start + m) * product.stride + n * ROWS, part + m * ALONG, width);
                 }
