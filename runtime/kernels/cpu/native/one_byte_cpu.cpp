@@ -59,7 +59,7 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
     CodeStreams<B, N> codes(w, row_block);
     Floats total[PARTS][M][N] = {};
     SpanScales<N> scales(w, row_block, byte_cut_of(w).span, codes.groups);
-    const auto add = [&](int part, int64_t place, const Floats (&span)[M][N]) {
+    const auto add = [&](int part, int64_t place, const Floats (&span)[M][N]) __attribute__((always_inline)) {
 #pragma GCC unroll 9
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
@@ -88,7 +88,7 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
             scales.advance(input);
         } else {
             codes.prefetch();
-            const auto half = [&](auto first) {
+            const auto half = [&](auto first) __attribute__((always_inline)) {
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++) {
                     Floats span[M][N] = {};

@@ -88,14 +88,14 @@ template <int N> struct SpanScales {
         read(0);
     }
     // Moves to the span at `input`, the next one.
-    void advance(int64_t input) {
+    inline __attribute__((always_inline)) void advance(int64_t input) {
         if (--left || input == w.inputs) return;
         left = spans, at++;
         read(input);
     }
 
 private:
-    void read(int64_t input) {
+    inline __attribute__((always_inline)) void read(int64_t input) {
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) {
             if (w.factors && input % SUPER_BLOCK == 0) factors[n] = Factors(w, row_block + (apart ? n : 0), input);
