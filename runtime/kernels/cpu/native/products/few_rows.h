@@ -22,7 +22,7 @@ constexpr int PART = 4, BYTE_PART = PART, SIDE = 1;
 #else
 constexpr int PART = 1, BYTE_PART = PART, SIDE = 1;
 #endif
-// So many rows of bytes are one part beside codes of LONG_BITS and more, of one row block at a time: memory is their limit.
+// Up to LONG_PART rows of bytes are multiplied at a time by codes of LONG_BITS or more, of one row block: memory is their limit.
 constexpr int LONG_PART = ZEN5 ? 9 : WIDTH == 32 ? 8 : BYTE_PART, LONG_BITS = 6;
 constexpr int ALONG = SIDE * ROWS;
 
