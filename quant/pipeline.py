@@ -27,7 +27,8 @@ from mycli.quant.planning.grouping import sum_of_needs
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
 from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy, require_disk
-from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
+from mycli.quant.planning.target import OutputTarget
+from mycli.quant.progress import Callbacks, ReportProgress, silent
 from mycli.quant.quality_report import QualityReport, choose_head, measure_result
 from mycli.quant.recipe import Recipe
 from mycli.quant.shared_work import SharedWork
@@ -71,101 +72,69 @@ def choose_widths(
     """Return the recipe with widths for its `target_bpw`, measured on a copy of one low width next to `folder`."""
     target = work.recipe.target_bpw
     assert target is not None
-    copy = plan_low_copy(work, placement.device.type == "cuda")
-    balances = copy.recipe.needs_data  # as the result: methods without data balance nothing
-    shares = copy_shares(copy, folder, placement, work.need.at_once, progress, balances=balances)
+    copy = plan_low_copy(work)
+    shares = copy_shares(copy, folder, placement, work.need.at_once, progress)
     return replace(work.recipe, widths=allocate(shares, target, copy.recipe.bits))
 
 
 def copy_shares(
-    copy: QuantizationPlan,
-    target: Path,
-    placement: Placement,
-    at_once: int,
-    progress: ReportProgress,
-    *,
-    balances: bool,
+    copy: QuantizationPlan, target: Path, placement: Placement, at_once: int, progress: ReportProgress
 ) -> list[Share]:
-    """Return what each product's rounding adds to the loss, measured on a temporary copy of one low width.
-
-    balances: outlying columns are rescaled in the result, so also in the copy; a GGUF file has none.
-    """
+    """Return what each product's rounding adds to the loss, measured on a temporary copy of one low width."""
     # The copy lies next to `target`. That of a killed run is removed by the next one for the same target.
     with Staging(target.with_name(f"{target.name[:100]}.widths"), 0) as temporary:
-        quantize(copy, temporary.folder / "low", placement, progress=progress, balances=balances)
+        quantize(copy, OutputTarget(temporary.folder / "low"), placement, Callbacks(progress))
         trim_heap(mmap_threshold=4 << 20)
         windows = copy.calibration(copy.recipe.samples, copy.recipe.seed).windows
         chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
         folders = (copy.folder, open_model_folder(temporary.folder / "low"))
         original, rounded = (StreamedModel(folder, placement, at_once) for folder in folders)
-        return measure_shares(original, rounded, windows[chosen], progress, balanced=balances)
+        balanced = copy.balances and copy.recipe.needs_data  # methods without data balance nothing
+        return measure_shares(original, rounded, windows[chosen], progress, balanced=balanced)
 
 
 def quantize(
     work: QuantizationPlan,
-    target: Path,
+    target: OutputTarget,
     placement: Placement,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  # frozen
     *,
-    overwrite: bool = False,
-    work_folder: Path | None = None,
-    restart: bool = False,
-    progress: ReportProgress = silent,
-    note: ReportNote = ignore,
     shared: SharedWork | None = None,
     in_place: bool = False,
-    balances: bool = True,
 ) -> Outcome:
     """Carry out a plan; `placement` is where to solve, and where and in which dtype to measure.
 
-    Nothing appears at `target` before everything is written, measured and flushed. Finished blocks are stored in
-    `work_folder` (default: `default_work_folder`) until then, and an interrupted run continues from there unless
-    `restart`. in_place: finished parts are stored in the output itself, so that the disk needs its size only; not for
-    recipes that tune. balances: outlying columns may be rescaled. Raises what reading, solving and measuring raise, and
-    UsageError or ResourceError from `check_resources`.
+    Nothing appears at `target` before everything is written, measured and flushed. Finished blocks are stored in its
+    work folder until then, and an interrupted run continues from there unless `target.restart`. in_place: finished
+    parts are stored in the output itself, so that the disk needs its size only; not for recipes that tune. Raises what
+    reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
     """
     began = time.monotonic()
-    work_folder = work_folder or default_work_folder(target)
-    check_resources(work, target, overwrite=overwrite, work_folder=None if in_place else work_folder)
+    check_resources(work, target, None if in_place else target.work_folder)
     with memory_errors(work.need), ExitStack() as stack:
-        shared = shared or SharedWork()
-        options = _Options(placement, shared, overwrite=overwrite, restart=restart, balances=balances)
-        copy = _Copy(stack, work, target, options, work_folder, in_place=in_place)
-        (layers,) = _solved([copy], progress, note)
-        return copy.finish(layers, progress, began)
+        copy = _Copy(stack, work, target, placement, shared or SharedWork(), in_place=in_place)
+        (layers,) = _solved([copy], callbacks)
+        return copy.finish(layers, callbacks.progress, began)
 
 
 def quantize_copies(
-    copies: Sequence[tuple[QuantizationPlan, Path]],
+    copies: Sequence[tuple[QuantizationPlan, OutputTarget]],
     placement: Placement,
     shared: SharedWork,
-    *,
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: ReportProgress = silent,
-    note: ReportNote = ignore,
+    callbacks: Callbacks,
 ) -> Iterator[Outcome]:
     """Carry out plans that `planning.grouping` has put together, in one pass over the original's blocks."""
     # Each copy has the bytes that `quantize` gives it, and is yielded when it is finished.
     began = time.monotonic()
     for work, target in copies:
-        check_resources(work, target, overwrite=overwrite)
-    require_disk(need for work, target in copies for need in work.disk_needs(target, default_work_folder(target)))
+        check_resources(work, target)
+    require_disk(need for work, target in copies for need in work.disk_needs(target.path, target.work_folder))
     with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
-        options = _Options(placement, shared, overwrite=overwrite, restart=restart)
-        opened = [_Copy(stack, work, target, options, default_work_folder(target)) for work, target in copies]
-        solved = _solved(opened, progress, note)
+        opened = [_Copy(stack, work, target, placement, shared) for work, target in copies]
+        solved = _solved(opened, callbacks)
         seconds = (time.monotonic() - began) / len(opened)
         for copy, layers in zip(opened, solved, strict=True):
-            yield copy.finish(layers, progress, time.monotonic() - seconds)
-
-
-@dataclass(frozen=True)
-class _Options:  # see `quantize`
-    placement: Placement
-    shared: SharedWork
-    overwrite: bool
-    restart: bool
-    balances: bool = True
+            yield copy.finish(layers, callbacks.progress, time.monotonic() - seconds)
 
 
 class _Copy:
@@ -175,32 +144,34 @@ class _Copy:
         self,
         stack: ExitStack,
         work: QuantizationPlan,
-        target: Path,
-        options: _Options,
-        finished_in: Path,
+        target: OutputTarget,
+        placement: Placement,
+        shared: SharedWork,
         *,
         in_place: bool = False,
     ) -> None:
         recipe, folder = work.recipe, work.folder
-        self.work, self.options, self._target, self._in_place = work, options, target, in_place
-        self.calibration = options.shared.calibration(work) if recipe.needs_data else None
+        self.work, self.placement, self._shared, self._in_place = work, placement, shared, in_place
+        self._path = target.path
+        self.calibration = shared.calibration(work) if recipe.needs_data else None
         if recipe.tune and self.calibration is not None and len(self.calibration.windows) < HELD_OUT_EVERY:
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(self.calibration.windows)}", code="more-samples")
-        run = model_card.identify(asdict(recipe), self.calibration, options.placement, work.need.at_once)
-        if not options.restart and self.calibration is not None:
-            check_work_folder(finished_in, run)  # now and not only below: hashing the source may take minutes
-        self._origin = stack.enter_context(options.shared.digests(folder))
+        run = model_card.identify(asdict(recipe), self.calibration, placement, work.need.at_once)
+        if not target.restart and self.calibration is not None:
+            check_work_folder(target.work_folder, run)  # now and not only below: hashing the source may take minutes
+        self._origin = stack.enter_context(shared.digests(folder))
         self.finished: WorkFolder | None = None
         self.journal: OutputWork | None = None
         if in_place:
             run = {**run, "source": self._origin.result()}
-            self.finished = self.journal = stack.enter_context(OutputWork(finished_in, run, restart=options.restart))
+            self.journal = stack.enter_context(OutputWork(target.work_folder, run, restart=target.restart))
+            self.finished = self.journal
         self._writer = stack.enter_context(
             CheckpointWriter(
-                target,
+                target.path,
                 work.tensors,
-                overwrite=options.overwrite,
+                overwrite=target.overwrite,
                 stored_name=folder.config.stored_name,
                 resumable=None if self.journal is None else self.journal.output,
             )
@@ -208,16 +179,16 @@ class _Copy:
         self.output = TensorWriter(self._writer, work.packings, folder.config.dtype)
         if self.journal is not None:
             self.journal.attach(self._writer, self.output, folder.config)
-        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances=options.balances)
+        self.solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances=work.balances)
         self._source, self.names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
         self._tuning: Tuning | None = None
         self._blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
         if self.calibration is not None and self.finished is None:
             run["source"] = self._origin.result()
-            self.finished = stack.enter_context(WorkFolder(finished_in, run, restart=options.restart))
+            self.finished = stack.enter_context(WorkFolder(target.work_folder, run, restart=target.restart))
 
     def solve_without_data(self, progress: ReportProgress) -> tuple[Layer, ...]:
-        device = self.options.placement.device
+        device = self.placement.device
         return quantize_tensors(self._source, self.names, self.solver, self.output, device, progress, self.journal)
 
     def prepare(self, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments] | None:
@@ -225,7 +196,7 @@ class _Copy:
         for name in self.names:
             if not self.output.is_quantized(name):
                 (self.journal or self.output).copy(self._source, name)
-        return None if self.work.recipe.hessian == "layer" else self.options.shared.moments(self.work, model, progress)
+        return None if self.work.recipe.hessian == "layer" else self._shared.moments(self.work, model, progress)
 
     def task(self, original: OriginalBlocks, outputs: list[LayerMoments] | None) -> CopyTask:
         sink = self.output.write_block if self.journal is None else _is_written
@@ -245,21 +216,21 @@ class _Copy:
 
     def finish(self, layers: tuple[Layer, ...], progress: ReportProgress, began: float) -> Outcome:
         """Measure the copy, write its card and let it appear."""
-        work, folder, writer, shared = self.work, self.work.folder, self._writer, self.options.shared
+        work, folder, writer, report = self.work, self.work.folder, self._writer, self.work.settings.report
         if folder.mtp_head is not None:
             write_mtp_head(folder.mtp_head, writer)
         for name, data in folder.companions().items():
             writer.add_file(name, data)
         result = _opened(folder, self.output, writer)
         measured = QualityReport()
-        if work.report != "none":
-            original = shared.original(work, self.options.placement, whole=not self._in_place)
-            head = choose_head(original, result, work.report, progress) if work.chooses_head else None
+        if report != "none":
+            original = self._shared.original(work, self.placement, whole=not self._in_place)
+            head = choose_head(original, result, report, progress) if work.chooses_head else None
             if head is not None and not head.kl.packed:
                 work = work.with_dense_head()
                 result = _with_dense_head(work, writer)
                 layers = tuple(layer for layer in layers if layer.name in work.packings)
-            measured = measure_result(original, result, work.report, progress, head=head)
+            measured = measure_result(original, result, report, progress, head=head)
         files = model_card.digests(filter(Path.is_file, writer.folder.rglob("*")), writer.folder)
         record = model_card.encode(
             recipe=work.recipe.record,
@@ -282,18 +253,18 @@ class _Copy:
         if work.recipe.tune_codes and self.calibration is not None:
             notes += code_notes(len(self.calibration.windows))
         notes += result_notes(layers, self._tuning, measured)
-        return Outcome(self._target, work.size, layers, measured, tuple(notes), time.monotonic() - began)
+        return Outcome(self._path, work.size, layers, measured, tuple(notes), time.monotonic() - began)
 
 
-def _solved(copies: Sequence[_Copy], progress: ReportProgress, note: ReportNote) -> list[tuple[Layer, ...]]:
-    first = copies[0]
+def _solved(copies: Sequence[_Copy], callbacks: Callbacks) -> list[tuple[Layer, ...]]:
+    first, progress = copies[0], callbacks.progress
     if first.calibration is None:
         return [copy.solve_without_data(progress) for copy in copies]
-    model = StreamedModel(first.work.folder, first.options.placement, first.work.need.at_once, dense=True)
+    model = StreamedModel(first.work.folder, first.placement, first.work.need.at_once, dense=True)
     outputs = [copy.prepare(model, progress) for copy in copies]
     original = OriginalBlocks(model, first.calibration.windows, first.work.need.keeps_inputs)
     tasks = [copy.task(original, moments) for copy, moments in zip(copies, outputs, strict=True)]
-    layers = solve_copies(tasks, progress, note)
+    layers = solve_copies(tasks, callbacks)
     del original, tasks, outputs
     for copy in copies:
         if copy.work.recipe.tune:
@@ -335,10 +306,6 @@ def memory_errors(need: Need) -> Iterator[None]:
             f"out of memory, though {human_bytes(max(need.host, need.device))} should have been enough",
             code="run-again-or-fewer-samples",
         ) from error
-
-
-def default_work_folder(target: Path) -> Path:
-    return target.with_name(f".{target.name}.work")
 
 
 def _config(folder: ModelFolder, output: TensorWriter) -> bytes:

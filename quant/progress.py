@@ -1,6 +1,7 @@
 """The callbacks by which long work reports to its caller, which decides what is shown."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 # (stage, done, total) after each step; `stage` is a few words for a person, and its last call has done == total.
 # A stage of few and long steps begins with done == 0, so that the time of the first step counts.
@@ -14,3 +15,9 @@ def silent(stage: str, done: int, total: int) -> None:
 
 def ignore(note: str) -> None:
     """Ignore a note."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    progress: ReportProgress = silent
+    note: ReportNote = ignore

@@ -17,7 +17,8 @@ from mycli.quant.evaluate import (
     measure_heads,
 )
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.planning.plan import QUICK_TOKENS, REPORT_CONTEXT, Report
+from mycli.quant.planning.plan import QUICK_TOKENS, REPORT_CONTEXT
+from mycli.quant.planning.settings import Report
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.system import trim_heap

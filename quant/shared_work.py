@@ -50,7 +50,7 @@ class SharedWork:
         return moments
 
     def _text(self, work: QuantizationPlan) -> tuple[object, ...]:
-        return work.text, work.recipe.samples, work.seq, work.recipe.seed
+        return work.settings.text, work.recipe.samples, work.seq, work.recipe.seed
 
     @contextmanager
     def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
@@ -66,5 +66,6 @@ class SharedWork:
     def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
         at_once = work.need.at_once
         if self._original is None or self._original.model.at_once != at_once:
-            self._original = Original(self._model(work.folder, placement, at_once), work.memory_limit, whole=whole)
+            model = self._model(work.folder, placement, at_once)
+            self._original = Original(model, work.settings.max_ram, whole=whole)
         return self._original

@@ -1,13 +1,14 @@
 """`mycli pull`: download a model into the Hugging Face cache, verified and resumable."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from mycli.cli.command import Call, Terminated, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
 from mycli.cli.quantizing.while_pulling import QuantizedPull, pull_quantized
+from mycli.quant.planning.settings import PlanSettings, Report
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, check_space, fetch_files, plan_download
@@ -15,9 +16,6 @@ from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.other_stores import find_stored
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
-
-if TYPE_CHECKING:  # torch takes seconds to import
-    from mycli.quant.planning.plan import Report
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
@@ -97,8 +95,8 @@ def pull(
         if dry_run or force or call.offline:
             raise UsageError("quantizing while downloading excludes --dry-run, --force and --offline", "omit them")
         held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
-        settings = QuantizedPull(output, held_out, device, max_ram, overwrite=overwrite, restart=restart)
-        pull_quantized(call, model, flags, settings)
+        settings = PlanSettings(held_out, max_ram=max_ram)
+        pull_quantized(call, model, flags, QuantizedPull(output, settings, device, overwrite, restart))
         return
     if output is not None or overwrite or restart:
         hint = "add --bits 4, or omit them: downloads are stored in the Hugging Face cache, which HF_HUB_CACHE names"

@@ -1,7 +1,7 @@
 """`mycli quantize`: write a smaller copy of a model and report what it lost."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
@@ -14,11 +14,9 @@ from mycli.cli.quantizing.to_folder import quantize_to_folder
 from mycli.cli.quantizing.to_gguf import quantize_to_gguf
 from mycli.cli.reports.plot import require_svg
 from mycli.quant.ggml.recipe import GgufRecipe
+from mycli.quant.planning.settings import PlanSettings, Report
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import resolve
-
-if TYPE_CHECKING:  # torch takes seconds to import
-    from mycli.quant.planning.plan import Report
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -107,11 +105,9 @@ def quantize(
         source=source,
         folder=adapted(call, source.open(), model, adapter),
         calib=flags.calib,
-        report=held_out,
+        settings=PlanSettings(held_out, max_ram=max_ram, max_vram=max_vram),
         gates=gates,
         device=device,
-        max_ram=max_ram,
-        max_vram=max_vram,
         output=output,
         work_dir=work_dir,
         plot=plot,

@@ -4,10 +4,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, Terminated
 from mycli.cli.flags.gates import Gates
@@ -15,6 +15,9 @@ from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.reports.plot import layer_error, write_errors
 from mycli.cli.reports.quantization import show_outcome
 from mycli.cli.text.progress import STEP_SECONDS, stages
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
+from mycli.quant.progress import Callbacks, ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import ModelError
@@ -24,11 +27,7 @@ from mycli.runtime.hub.resolve import Source
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.pipeline import Outcome
-    from mycli.quant.planning.plan import Report
-    from mycli.quant.progress import ReportProgress
     from mycli.runtime.device.placement import Placement
-
-_Plan = TypeVar("_Plan")
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,9 @@ class QuantizationRequest:
     source: Source
     folder: ModelFolder
     calib: str | None
-    report: "Report"
+    settings: PlanSettings  # device and text are not known yet
     gates: Gates
     device: str
-    max_ram: int | None
-    max_vram: int | None
     output: Path | None
     work_dir: Path | None
     plot: Path | None
@@ -54,21 +51,12 @@ class QuantizationRequest:
         # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
         return EngineConfig(device=self.device, dtype="float32").place(self.folder.config)
 
-    def planner(self, plan: Callable[..., _Plan], placement: "Placement", text: Path | None) -> Callable[..., _Plan]:
-        """Return `plan`, a function of planning, for this source and these limits; it takes the recipe."""
-        return partial(
-            plan,
-            self.source,
-            text=text,
-            folder=self.folder,
-            report=self.report,
-            gpu=placement.device.type == "cuda",
-            max_ram=self.max_ram,
-            max_vram=self.max_vram,
-        )
+    def plan_settings(self, call: Call, placement: "Placement", fetch: bool) -> PlanSettings:
+        text = calibration_file(call, self.calib, fetch) if self.calib else None
+        return replace(self.settings, text=text, gpu=placement.device.type == "cuda")
 
-    def calibration_file(self, call: Call, fetch: bool) -> Path | None:
-        return calibration_file(call, self.calib, fetch) if self.calib else None
+    def target(self, path: Path) -> OutputTarget:
+        return OutputTarget(path, self.overwrite, self.restart, self.work_dir)
 
 
 def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
@@ -88,7 +76,7 @@ def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     return path
 
 
-def quantization_progress(call: Call) -> "AbstractContextManager[ReportProgress]":
+def quantization_progress(call: Call) -> AbstractContextManager[ReportProgress]:
     return stages(partial(call.out.progress, line_seconds=STEP_SECONDS))
 
 
@@ -96,18 +84,15 @@ def carry_out(
     call: Call,
     placement: "Placement",
     summary: str,
-    quantize: "Callable[..., Outcome]",
+    quantize: "Callable[[Callbacks], Outcome]",
     when_stopped: Callable[[], str],
 ) -> "Outcome":
-    """Print what is done and where, do it, and say what an interruption leaves.
-
-    quantize: a function of a pipeline that still takes `progress` and `note`.
-    """
+    """Print what is done and where, do it, and say what an interruption leaves."""
     announce_placement(call, placement)
     announce_build(call, placement)
     call.out.note(summary)
     with noting_stop(call, when_stopped), quantization_progress(call) as progress:
-        outcome = quantize(progress=progress, note=call.out.note)
+        outcome = quantize(Callbacks(progress, call.out.note))
     for note in outcome.notes:
         call.out.note(note)
     return outcome
@@ -128,12 +113,12 @@ def carry_out_request(
     request: QuantizationRequest,
     placement: "Placement",
     steps: str,
-    quantize: "Callable[..., Outcome]",
+    quantize: "Callable[[Callbacks], Outcome]",
     stored_in: Path | None,
 ) -> None:
     """Carry out a plan, print and draw the result, then raise GateError if it exceeds a limit.
 
-    quantize: as for `carry_out`, and still takes `overwrite` and `restart`; stored_in: the folder of finished blocks.
+    stored_in: the folder of finished blocks.
     """
 
     def unfinished_work() -> str:
@@ -141,7 +126,6 @@ def carry_out_request(
             return f"finished blocks are stored in {stored_in}; to continue"
         return "nothing was written; to start again"
 
-    quantize = partial(quantize, overwrite=request.overwrite, restart=request.restart)
     outcome = carry_out(call, placement, f"{request.source.label} → {steps}", quantize, unfinished_work)
     errors = [layer_error(layer) for layer in outcome.layers]
     show_outcome(call, outcome, errors)

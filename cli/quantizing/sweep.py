@@ -15,6 +15,8 @@ from mycli.cli.quantizing.request import QuantizationRequest, noting_stop, quant
 from mycli.cli.quantizing.to_folder import target_folder
 from mycli.cli.reports.plot import Chart, Point, write_charts
 from mycli.cli.text.progress import duration
+from mycli.quant.planning.target import OutputTarget
+from mycli.quant.progress import Callbacks
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import RECORD, state_dir
@@ -35,8 +37,12 @@ _HINT = "for example: --sweep bits=4,3,2 method=rtn,gptq"
 @dataclass(frozen=True)
 class _Copy:
     work: "QuantizationPlan"
-    folder: Path
+    target: OutputTarget
     finished: bool  # by an earlier sweep
+
+    @property
+    def folder(self) -> Path:
+        return self.target.path
 
 
 def _kl(row: dict[str, Any]) -> str | None:
@@ -74,7 +80,8 @@ def sweep_recipes(flags: RecipeFlags, texts: Sequence[str]) -> list[Recipe]:
 
 def run_sweep(call: Call, request: QuantizationRequest, recipes: Sequence[Recipe]) -> None:
     """Make the copies that do not exist, and print all. A copy that an earlier sweep finished is kept."""
-    if request.gates.measured or recipes[0].target_bpw is not None or request.work_dir or request.report == "none":
+    report = request.settings.report
+    if request.gates.measured or recipes[0].target_bpw is not None or request.work_dir or report == "none":
         excluded = "--max-kl, --max-call-loss, --target-bpw, --work-dir and --report none"
         raise UsageError(f"--sweep excludes {excluded}", "omit them")
     from mycli.quant.planning.pace import expected_seconds
@@ -82,13 +89,13 @@ def run_sweep(call: Call, request: QuantizationRequest, recipes: Sequence[Recipe
     from mycli.quant.shared_work import SharedWork
 
     placement, shared = request.place(), SharedWork(remembers=True)
-    text = request.calibration_file(call, fetch=not request.dry_run)
-    plan = request.planner(plan_quantization, placement, text)
+    settings = request.plan_settings(call, placement, fetch=not request.dry_run)
     copies = []
     for recipe in recipes:
-        work, folder = plan(recipe), _copy_folder(request, recipe)
-        copies.append(_Copy(work, folder, not request.overwrite and _is_finished(folder, work, shared)))
-    _check_places(copies, request.overwrite)
+        work = plan_quantization(request.source, recipe, settings, request.folder)
+        target = _target(request, recipe)
+        copies.append(_Copy(work, target, not target.overwrite and _is_finished(target.path, work, shared)))
+    _check_places(copies)
     if request.dry_run:
         rows = [_planned(copy, expected_seconds(copy.work, placement)) for copy in copies]
         call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
@@ -96,30 +103,28 @@ def run_sweep(call: Call, request: QuantizationRequest, recipes: Sequence[Recipe
     for number, copy in enumerate(copies, start=1):
         state = "finished earlier" if copy.finished else "to be quantized"
         call.out.note(f"{number} of {len(copies)}: {copy.folder.name}: {state}")
-    _make(call, request, [copy for copy in copies if not copy.finished], placement, shared)
+    _make(call, [copy for copy in copies if not copy.finished], placement, shared)
     rows = [_row(copy) for copy in copies]
     call.out.show({"sweep": rows}, _COLUMNS, rows="sweep")
     if request.plot is not None:
         _plot(request.plot, request.source.label, rows)
 
 
-def _copy_folder(request: QuantizationRequest, recipe: Recipe) -> Path:
-    return target_folder(request, recipe) if request.output is None else request.output / recipe.name
+def _target(request: QuantizationRequest, recipe: Recipe) -> OutputTarget:
+    return request.target(target_folder(request, recipe) if request.output is None else request.output / recipe.name)
 
 
-def _check_places(copies: Sequence[_Copy], overwrite: bool) -> None:
+def _check_places(copies: Sequence[_Copy]) -> None:
     # Every check before the first copy: hours of work must not end in a refusal.
     from mycli.quant.planning.plan import check_resources, require_disk
 
     unfinished = [copy for copy in copies if not copy.finished]
     for copy in unfinished:
-        check_resources(copy.work, copy.folder, overwrite=overwrite)
+        check_resources(copy.work, copy.target)
     require_disk(need for copy in unfinished for need in copy.work.disk_needs(copy.folder, None))
 
 
-def _make(
-    call: Call, request: QuantizationRequest, copies: Sequence[_Copy], placement: "Placement", shared: "SharedWork"
-) -> None:
+def _make(call: Call, copies: Sequence[_Copy], placement: "Placement", shared: "SharedWork") -> None:
     from mycli.quant.pipeline import quantize_copies
     from mycli.quant.planning.grouping import solved_together
 
@@ -127,16 +132,8 @@ def _make(
         chosen = [copies[index] for index in group]
         call.out.note(f"quantizing {', '.join(copy.folder.name for copy in chosen)}")
         with noting_stop(call, lambda: "to continue"), quantization_progress(call) as progress:
-            outcomes = quantize_copies(
-                [(copy.work, copy.folder) for copy in chosen],
-                placement,
-                shared,
-                overwrite=request.overwrite,
-                restart=request.restart,
-                progress=progress,
-                note=call.out.note,
-            )
-            for outcome in outcomes:
+            tasks = [(copy.work, copy.target) for copy in chosen]
+            for outcome in quantize_copies(tasks, placement, shared, Callbacks(progress, call.out.note)):
                 for note in outcome.notes:
                     call.out.note(f"{outcome.folder.name}: {note}")
                 _remember_seconds(outcome.folder, outcome.seconds)

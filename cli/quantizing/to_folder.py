@@ -31,8 +31,8 @@ def target_folder(request: QuantizationRequest, recipe: Recipe) -> Path:
 
 def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe) -> None:
     """Plan, carry out and print; a dry run only shows the plan."""
-    target = request.output or target_folder(request, recipe)
-    check_target(target, request.overwrite, request.source.folder)
+    target = request.target(request.output or target_folder(request, recipe))
+    check_target(target.path, target.overwrite, request.source.folder)
     if request.work_dir is not None:
         require_writable_parent(request.work_dir)
     from mycli.quant import pipeline
@@ -40,25 +40,24 @@ def quantize_to_folder(call: Call, request: QuantizationRequest, recipe: Recipe)
     from mycli.quant.planning.plan import check_resources, plan_quantization
 
     placement = request.place()
-    text = request.calibration_file(call, fetch=not request.dry_run or recipe.target_bpw is not None)
-    plan = request.planner(plan_quantization, placement, text)
-    work, choosing = plan(recipe), 0.0
+    settings = request.plan_settings(call, placement, fetch=not request.dry_run or recipe.target_bpw is not None)
+    work, choosing = plan_quantization(request.source, recipe, settings, request.folder), 0.0
     _note_unquantized_head(call, work)
-    work_folder = request.work_dir or pipeline.default_work_folder(target)
-    check_resources(work, target, overwrite=request.overwrite, work_folder=work_folder)
+    check_resources(work, target, target.work_folder)
     if recipe.target_bpw is not None:
         began = time.monotonic()
-        work = plan(_with_widths(call, work, placement, target))
+        recipe = _with_widths(call, work, placement, target.path)
+        work = plan_quantization(request.source, recipe, settings, request.folder)
         choosing = time.monotonic() - began
     if request.dry_run:
-        show_plan(call, work, target, choosing + expected_seconds(work, placement))
+        show_plan(call, work, target.path, choosing + expected_seconds(work, placement))
         return
 
-    quantize = partial(pipeline.quantize, work, target, placement, work_folder=work_folder)
-    stored_in = work_folder if work.recipe.needs_data else None
-    carry_out_request(call, request, placement, f"{target.name}: {'; '.join(steps(work))}", quantize, stored_in)
+    quantize = partial(pipeline.quantize, work, target, placement)
+    stored_in = target.work_folder if work.recipe.needs_data else None
+    carry_out_request(call, request, placement, f"{target.path.name}: {'; '.join(steps(work))}", quantize, stored_in)
     if request.output is None:
-        tell_how_to_use(call, request.folder, shlex.quote(target.name))
+        tell_how_to_use(call, request.folder, shlex.quote(target.path.name))
 
 
 def _note_unquantized_head(call: Call, work: "QuantizationPlan") -> None:

@@ -25,30 +25,29 @@ def gguf_target(source: Source, recipe: GgufRecipe, output: Path | None) -> Path
 
 def quantize_to_gguf(call: Call, request: QuantizationRequest, recipe: GgufRecipe) -> None:
     """Plan, carry out and print; a dry run only shows the plan."""
-    target = gguf_target(request.source, recipe, request.output)
+    target = request.target(gguf_target(request.source, recipe, request.output))
+    path = target.path
     if request.work_dir is not None:
         require_writable_parent(request.work_dir)
-    from mycli.quant import pipeline
     from mycli.quant.ggml import sensitivity
     from mycli.quant.ggml.pipeline import quantize_gguf
     from mycli.quant.ggml.plan import check_gguf_resources, plan_gguf
 
     placement = request.place()
-    text = request.calibration_file(call, fetch=not request.dry_run or recipe.target_size is not None)
-    plan = request.planner(plan_gguf, placement, text)
-    work = plan(recipe)
-    work_folder = request.work_dir or pipeline.default_work_folder(target)
-    check_gguf_resources(work, target, work_folder, overwrite=request.overwrite)
+    settings = request.plan_settings(call, placement, fetch=not request.dry_run or recipe.target_size is not None)
+    work = plan_gguf(request.source, recipe, settings, request.folder)
+    check_gguf_resources(work, target)
     if recipe.target_size is not None:
         call.out.note("choosing the type of each layer: makes a temporary copy and measures what each layer loses")
         with quantization_progress(call) as progress:
-            work = plan(sensitivity.choose_kinds(work, target, placement, progress))
+            recipe = sensitivity.choose_kinds(work, path, placement, progress)
+        work = plan_gguf(request.source, recipe, settings, request.folder)
     if request.dry_run:
-        _show_plan(call, work, target)
+        _show_plan(call, work, path)
         return
-    quantize = partial(quantize_gguf, work, target, placement, work_folder=work_folder)
-    carry_out_request(call, request, placement, f"{target.name}: {_steps(work)}", quantize, work_folder)
-    name = f"./{target}" if target.parent == Path() else str(target)
+    quantize = partial(quantize_gguf, work, target, placement)
+    carry_out_request(call, request, placement, f"{path.name}: {_steps(work)}", quantize, target.work_folder)
+    name = f"./{path}" if path.parent == Path() else str(path)
     tell_how_to_use(call, request.folder, shlex.quote(name))
 
 

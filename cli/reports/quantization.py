@@ -32,7 +32,7 @@ def steps(work: "QuantizationPlan") -> list[str]:
     )
     steps += ["tune the result, codes included" if recipe.tune_codes else "tune the result"] if recipe.tune else []
     steps += ["choose the bits of the output head"] if work.chooses_head else []
-    if tokens := measured_tokens(work.report):
+    if tokens := measured_tokens(work.settings.report):
         steps.append(f"measure the quality on {tokens} tokens")
     return steps
 

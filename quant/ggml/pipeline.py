@@ -17,8 +17,9 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder
-from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes, source_notes
-from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
+from mycli.quant.pipeline import Outcome, memory_errors, result_notes, source_notes
+from mycli.quant.planning.target import OutputTarget
+from mycli.quant.progress import Callbacks, ReportProgress
 from mycli.quant.quality_report import Original, QualityReport, measure_result
 from mycli.quant.solving.blockwise import BlockSolver, OriginalBlocks, quantize_blocks
 from mycli.quant.source_weights import SourceWeights
@@ -58,38 +59,33 @@ def _rows(values: Tensor) -> Tensor:
 
 def quantize_gguf(
     work: GgufPlan,
-    target: Path,
+    target: OutputTarget,
     placement: Placement,
-    *,
-    overwrite: bool = False,
-    work_folder: Path | None = None,
-    restart: bool = False,
-    progress: ReportProgress = silent,
-    note: ReportNote = ignore,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  # frozen
 ) -> Outcome:
     """Carry out a plan; arguments, errors and resumption are those of `pipeline.quantize`."""
-    finished_in = work_folder or default_work_folder(target)
-    check_gguf_resources(work, target, finished_in, overwrite=overwrite)
+    check_gguf_resources(work, target)
     folder, at_once = work.folder, work.need.at_once
     with memory_errors(work.need), ExitStack() as stack:
         calibration = work.calibration(work.recipe.samples, work.recipe.seed)
         run = model_card.identify(work.recipe.record, calibration, placement, at_once)
-        if not restart:
-            check_work_folder(finished_in, run)
+        if not target.restart:
+            check_work_folder(target.work_folder, run)
         origin = stack.enter_context(model_card.digests_in_background(folder.source_files(), folder.path))
-        file = stack.enter_context(work.layout.writer(target, overwrite))
+        file = stack.enter_context(work.layout.writer(target.path, target.overwrite))
         solver, output, source = BlockTypeSolver(work.layout), _Output(work, file), SourceWeights(folder)
         for name in work.layout.kinds:
             if name.removesuffix(".weight") not in work.packings:
                 output.copy(source, name)
         layers, embedding = _embeddings(work, solver, source, output)
-        finished = stack.enter_context(WorkFolder(finished_in, {**run, "source": origin.result()}, restart=restart))
+        run = {**run, "source": origin.result()}
+        finished = stack.enter_context(WorkFolder(target.work_folder, run, restart=target.restart))
         model = StreamedModel(folder, placement, at_once, dense=True)
         entering = OriginalBlocks(model, calibration.windows, work.need.keeps_inputs)
         blocks = BlockSolver(entering, work.packings, solver, embedding)
-        layers += quantize_blocks(blocks, output.write_block, finished, progress, note)
+        layers += quantize_blocks(blocks, output.write_block, finished, callbacks)
         del model, entering, blocks
-        measured = _measure(work, file.file.partial, placement, progress)
+        measured = _measure(work, file.file.partial, placement, callbacks.progress)
         record = model_card.encode(
             recipe={**work.recipe.record, "format": "gguf"},
             calibration=calibration,
@@ -101,27 +97,27 @@ def quantize_gguf(
             tuning=None,
             card=measured.record,
             source_files=origin.result(),
-            files={target.name: next(iter(model_card.digests([file.file.partial]).values()))},
+            files={target.path.name: next(iter(model_card.digests([file.file.partial]).values()))},
         )
-        with disk_errors(target):
+        with disk_errors(target.path):
             # The record first: a file without one would count as another program's.
-            write_atomic(gguf_record(target), record)
+            write_atomic(gguf_record(target.path), record)
         file.file.finish()
         finished.clear()
-    open_model_folder(target)
+    open_model_folder(target.path)
     head = "left out: GGUF has no place for it here"
     notes = (*source_notes(work, calibration, head), *result_notes(layers, None, measured))
-    return Outcome(target, work.size, layers, measured, notes)
+    return Outcome(target.path, work.size, layers, measured, notes)
 
 
 def _measure(work: GgufPlan, file: Path, placement: Placement, progress: ReportProgress) -> QualityReport:
     # Opened as every reader will open it, while it can still be discarded.
     result = GgufFolder.open_file(file)
     result.checked_manifest()
-    if work.report == "none":
+    if work.settings.report == "none":
         return QualityReport()
-    original = Original(StreamedModel(work.folder, placement, work.need.at_once), work.memory_limit)
-    return measure_result(original, result, work.report, progress, same_head=False)
+    original = Original(StreamedModel(work.folder, placement, work.need.at_once), work.settings.max_ram)
+    return measure_result(original, result, work.settings.report, progress, same_head=False)
 
 
 def _embeddings(

@@ -14,14 +14,9 @@ from mycli.quant.layer_streaming import tokens_at_once
 from mycli.quant.output.model_card import Size
 from mycli.quant.output.work_folder import unwritten_bytes
 from mycli.quant.planning.memory import QuantizationWork, fitting_need, require_memory
-from mycli.quant.planning.plan import (
-    REPORT_CONTEXT,
-    Plan,
-    Report,
-    measured_tokens,
-    require_disk,
-    require_gradients,
-)
+from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, measured_tokens, require_disk, require_gradients
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import DEFAULT_SEQ
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint.formats import EMBEDDING
@@ -70,13 +65,8 @@ def kind_bytes(shape: tuple[int, ...], kind: str) -> int:
 def plan_gguf(
     source: Source,
     recipe: GgufRecipe,
-    text: Path | None = None,
-    *,
+    settings: PlanSettings = PlanSettings(),  # noqa: B008  # frozen
     folder: ModelFolder | None = None,
-    report: Report = "quick",
-    gpu: bool = False,
-    max_ram: int | None = None,
-    max_vram: int | None = None,
 ) -> GgufPlan:
     """Plan a GGUF file of `source`; arguments and errors are those of `planning.plan.plan_quantization`."""
     folder = folder or source.open()
@@ -97,21 +87,21 @@ def plan_gguf(
         seq=seq,
         transforms=False,
         tunes=False,
-        measured=measured_tokens(report),
+        measured=measured_tokens(settings.report),
         context=min(REPORT_CONTEXT, config.max_context),
-        keeps_inputs=not gpu and rounds(),
+        keeps_inputs=not settings.gpu and rounds(),
     )
-    need = fitting_need(work, gpu, tokens_at_once(gpu), max_ram, max_vram)
-    return GgufPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, layout)
+    need = fitting_need(work, tokens_at_once(settings.gpu), settings)
+    return GgufPlan(source, folder, stored, packings, need, seq, settings, recipe, layout)
 
 
-def check_gguf_resources(work: GgufPlan, target: Path, work_folder: Path, *, overwrite: bool = False) -> None:
+def check_gguf_resources(work: GgufPlan, target: OutputTarget) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
-    check_gguf_target(target, overwrite)
+    check_gguf_target(target.path, target.overwrite)
     size = work.size
     blocks = int(size.quantized_parameters * size.quantized_bits_per_weight / 8)
-    output = target.resolve().parent, size.bytes + _SPARE_BYTES
-    require_disk([output, (work_folder, unwritten_bytes(work_folder, blocks))])
+    output = target.path.resolve().parent, size.bytes + _SPARE_BYTES
+    require_disk([output, (target.work_folder, unwritten_bytes(target.work_folder, blocks))])
     require_memory(work.need)
 
 

@@ -12,6 +12,7 @@ from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
 from mycli.quant.planning.mixed_precision import COPY_WINDOWS, low_width, spend_bytes
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
@@ -52,9 +53,8 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     choices = _measure(work, target, placement, progress)
     # The size of all other tensors does not depend on the choice, so it is taken from a plan with the smallest types.
     first = {f"{name}.weight": choice.smallest for choice in choices for name in choice.names}
-    least = plan_gguf(
-        work.source, replace(work.recipe, kinds=tuple(first.items())), work.text, folder=work.folder, report=work.report
-    ).layout.nbytes
+    smallest = replace(work.recipe, kinds=tuple(first.items()))
+    least = plan_gguf(work.source, smallest, work.settings, work.folder).layout.nbytes
     chosen = spend(choices, work.recipe.target_size - least)
     kinds = tuple(
         (f"{name}.weight", kind) for choice, kind in zip(choices, chosen, strict=True) for name in choice.names
@@ -75,8 +75,9 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
     assert recipe.target_size is not None
     bits = low_width(8 * recipe.target_size / config.parameters(), _GROUP)
     low = Recipe(bits=bits, group=_GROUP, samples=min(recipe.samples, COPY_WINDOWS), seq=recipe.seq, seed=recipe.seed)
-    copy = plan_quantization(work.source, low, work.text, folder=work.folder, report="none")
-    shares = pipeline.copy_shares(copy, target, placement, work.need.at_once, progress, balances=False)
+    copy = plan_quantization(work.source, low, PlanSettings("none", work.settings.text), work.folder)
+    copy = replace(copy, balances=False)  # a GGUF file has no rescaled columns
+    shares = pipeline.copy_shares(copy, target, placement, work.need.at_once, progress)
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []

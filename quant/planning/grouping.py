@@ -32,11 +32,11 @@ def _batches(work: QuantizationPlan) -> tuple[object, ...]:
     alone = any(isinstance(spec.mlp, ExpertsSpec) for spec in work.config.layer_specs) or recipe.tune
     if alone or not recipe.needs_data:
         return (object(),)
-    return work.text, recipe.samples, work.seq, recipe.seed, work.need.at_once
+    return work.settings.text, recipe.samples, work.seq, recipe.seed, work.need.at_once
 
 
 def _fit(works: Sequence[QuantizationPlan]) -> bool:
-    limit = works[0].memory_limit
+    limit = works[0].settings.max_ram
     need, available = sum_of_needs(works), memory().available
     return need.host <= (available if limit is None else min(limit, available)) and not need.device
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, windows_at_once
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
+from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.quant.solvers import SOLVER_WEIGHTS
@@ -81,11 +82,12 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     return Need(max(host + device for host, device in stages) + LIBRARIES, 0, at_once, work.keeps_inputs)
 
 
-def fitting_need(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
-    """Keep no inputs, then halve `at_once`, until the memory stays within the limits in bytes.
+def fitting_need(work: QuantizationWork, at_once: int, settings: PlanSettings) -> Need:
+    """Keep no inputs, then halve `at_once`, until the memory stays within the limits.
 
     Raises ResourceError, with the smallest limit that is enough.
     """
+    gpu, max_ram, max_vram = settings.gpu, settings.max_ram, settings.max_vram
     result = need(work, gpu, at_once)
     if result.keeps_inputs and result.host > (memory().available if max_ram is None else max_ram):
         work = replace(work, keeps_inputs=False)

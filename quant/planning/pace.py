@@ -44,7 +44,7 @@ def expected_seconds(work: QuantizationPlan, placement: Placement) -> float:
 
 def choosing_seconds(work: QuantizationPlan, placement: Placement) -> float:
     """Return seconds to choose the widths for `target_bpw`: a copy is quantized, and the gradient passes through it."""
-    copy = plan_low_copy(work, placement.device.type == "cuda")
+    copy = plan_low_copy(work)
     model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
     tokens = min(WINDOWS, work.recipe.samples) * work.seq
     return _quantizing(copy, placement) + _GRADIENT_PASSES * tokens * work.config.layers * _passing(model, work.seq)
@@ -53,7 +53,7 @@ def choosing_seconds(work: QuantizationPlan, placement: Placement) -> float:
 def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
     recipe, config = work.recipe, work.config
     solver = LinearSolver.of(recipe, torch_dtype(config.dtype))
-    measured, calibrated = measured_tokens(work.report), recipe.samples * work.seq if recipe.needs_data else 0
+    measured, calibrated = measured_tokens(work.settings.report), recipe.samples * work.seq if recipe.needs_data else 0
     if calibrated:
         packing = next(iter(work.packings.values()))
         solving = _solving(config, solver, packing, calibrated, placement)

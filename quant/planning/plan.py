@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,7 +17,8 @@ from mycli.quant.output.model_card import Size
 from mycli.quant.output.work_folder import unwritten_bytes
 from mycli.quant.planning.memory import Need, QuantizationWork, fitting_need, require_memory
 from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
-from mycli.quant.planning.target import check_target
+from mycli.quant.planning.settings import PlanSettings, Report
+from mycli.quant.planning.target import OutputTarget, check_target
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint import formats
@@ -34,7 +34,6 @@ from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 
-Report = Literal["none", "quick", "full"]
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 QUICK_TOKENS = 8192
@@ -53,16 +52,14 @@ class Plan:
     packings: Mapping[str, Packing]
     need: Need  # of memory, beyond the process itself
     seq: int  # tokens per calibration window
-    report: Report
-    text: Path | None  # to calibrate on; None for the bundled text
-    memory_limit: int | None  # of the host, in bytes; None: what is free
+    settings: PlanSettings
 
     @property
     def config(self) -> ModelConfig:
         return self.folder.config
 
     def calibration(self, windows: int, seed: int) -> Calibration:
-        return calibrate(self.text, self.folder.tokenizer(), self.config.vocab_size, windows, self.seq, seed)
+        return calibrate(self.settings.text, self.folder.tokenizer(), self.config.vocab_size, windows, self.seq, seed)
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,7 @@ class QuantizationPlan(Plan):
 
     recipe: Recipe
     tensors: Tensors  # of the result, in order
+    balances: bool = True  # outlying columns may be rescaled
 
     @property
     def chooses_head(self) -> bool:
@@ -109,27 +107,21 @@ class QuantizationPlan(Plan):
 def plan_quantization(
     source: Source,
     recipe: Recipe,
-    text: Path | None = None,
-    *,
+    settings: PlanSettings = PlanSettings(),  # noqa: B008  # frozen
     folder: ModelFolder | None = None,
-    report: Report = "quick",
-    gpu: bool = False,
-    max_ram: int | None = None,
-    max_vram: int | None = None,
 ) -> QuantizationPlan:
     """Plan to quantize `source` by `recipe`; `folder` is the source's if it is open already.
 
-    Memory stays within `max_ram` and `max_vram` bytes. Raises ModelError for a model with fewer than 8 bits or one that
-    does not match its config; UsageError for a recipe that does not fit its shapes; ResourceError if a limit is too
-    small.
+    Raises ModelError for a model with fewer than 8 bits or one that does not match its config; UsageError for a recipe
+    that does not fit its shapes; ResourceError if a limit of memory is too small.
     """
-    folder = folder or source.open()
-    if folder.config.bidirectional and (recipe.needs_data or report != "none"):
+    folder, unmeasured = folder or source.open(), settings.report == "none"
+    if folder.config.bidirectional and (recipe.needs_data or not unmeasured):
         message = f"{source.label}: its tokens see the whole text, which calibration and the quality report do not do"
         raise UsageError(message, code="no-data-no-report")
     stored = source_scheme(folder, source.label)
     # Without a report nothing says what 8 bits would cost.
-    measurable = replace(recipe, head="keep") if report == "none" and recipe.head == "auto" else recipe
+    measurable = replace(recipe, head="keep") if unmeasured and recipe.head == "auto" else recipe
     config, packings = folder.config, measurable.packings(folder.config)
     tensors = _tensors(folder, packings)
     if recipe.tune or recipe.target_bpw is not None or recipe.hessian == "model":
@@ -145,17 +137,17 @@ def plan_quantization(
         transforms=recipe.transform is not None,
         tunes=recipe.tune,
         tunes_codes=recipe.tune_codes,
-        measured=measured_tokens(report),
+        measured=measured_tokens(settings.report),
         context=min(REPORT_CONTEXT, config.max_context),
         output_moments=recipe.hessian == "model",
-        keeps_inputs=not gpu and rounds(),
+        keeps_inputs=not settings.gpu and rounds(),
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
-    need = fitting_need(work, gpu, tokens_at_once(gpu), max_ram, max_vram)
-    return QuantizationPlan(source, folder, stored, packings, need, seq, report, text, max_ram, recipe, tensors)
+    need = fitting_need(work, tokens_at_once(settings.gpu), settings)
+    return QuantizationPlan(source, folder, stored, packings, need, seq, settings, recipe, tensors)
 
 
-def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
+def plan_low_copy(work: QuantizationPlan) -> QuantizationPlan:
     """Return the plan of the copy of one low width on which widths for `target_bpw` are measured."""
     assert work.recipe.target_bpw is not None
     # Without a transform: rescaled weights cannot be compared with the original's.
@@ -171,7 +163,8 @@ def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
         tune_codes=False,
         hessian="layer",
     )
-    return plan_quantization(work.source, low, work.text, folder=work.folder, report="none", gpu=gpu)
+    settings = replace(work.settings, report="none", max_ram=None, max_vram=None)
+    return plan_quantization(work.source, low, settings, work.folder)
 
 
 def measured_tokens(report: Report) -> int:
@@ -210,10 +203,10 @@ def require_gradients(config: ModelConfig) -> None:
         )
 
 
-def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool, work_folder: Path | None = None) -> None:
+def check_resources(work: QuantizationPlan, target: OutputTarget, work_folder: Path | None = None) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
-    check_target(target, overwrite, work.source.folder)
-    require_disk(work.disk_needs(target, work_folder))
+    check_target(target.path, target.overwrite, work.source.folder)
+    require_disk(work.disk_needs(target.path, work_folder))
     require_memory(work.need)
 
 

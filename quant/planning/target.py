@@ -1,12 +1,27 @@
-"""Checks the place of the result before anything is loaded: imports no torch."""
+"""The place of a result, checked before anything is loaded: imports no torch."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.checkpoint.model_folder import MAX_COMPANION_BYTES
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import RECORD
 from mycli.runtime.utils.json_fields import read_object
+
+
+@dataclass(frozen=True)
+class OutputTarget:
+    """The folder or GGUF file that a quantization writes, and the work folder of its finished blocks until then."""
+
+    path: Path
+    overwrite: bool = False
+    restart: bool = False  # without the finished blocks of an interrupted run
+    work_dir: Path | None = None  # None: hidden, next to `path`
+
+    @property
+    def work_folder(self) -> Path:
+        return self.work_dir or self.path.with_name(f".{self.path.name}.work")
 
 
 def check_target(target: Path, overwrite: bool, source: Path | None = None) -> None:

@@ -27,7 +27,7 @@ from mycli.quant.calibration.output_moments import LayerMoments
 from mycli.quant.layer_streaming import SideInputs, StreamedModel, restore
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder
-from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
+from mycli.quant.progress import Callbacks, ReportNote
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
 from mycli.quant.rounding.rows import rescaled
@@ -302,20 +302,21 @@ def quantize_blocks(
     blocks: BlockSolver,
     sink: Sink,
     work: WorkFolder | None = None,
-    progress: ReportProgress = silent,
-    note: ReportNote = ignore,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  # frozen
 ) -> tuple[Layer, ...]:
-    return solve_copies([CopyTask(blocks, sink, work)], progress, note)[0]
+    return solve_copies([CopyTask(blocks, sink, work)], callbacks)[0]
 
 
 def solve_copies(
-    tasks: Sequence[CopyTask], progress: ReportProgress = silent, note: ReportNote = ignore
+    tasks: Sequence[CopyTask],
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  # frozen
 ) -> list[tuple[Layer, ...]]:
     """Solve all blocks of copies of one original, or load those that their work has, and save the others there.
 
     While a block is solved the one before it is written, and the one after it is read ahead.
     """
     layers: list[list[Layer]] = [[] for _ in tasks]
+    progress, note = callbacks.progress, callbacks.note
     original, count = tasks[0].blocks.original, max(task.blocks.count for task in tasks)
     resumed = 0  # blocks that need no solving: they take less time, so they are a stage of their own
     with ThreadPoolExecutor(1) as background:

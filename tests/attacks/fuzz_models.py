@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mycli.quant import pipeline
 from mycli.quant.export import ExportRequest, find_export_target
-from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
@@ -22,11 +20,11 @@ from tests.runtime.checkpoint.test_foreign_layouts import COMPRESSED, compressed
 from tests.runtime.checkpoint.test_layout_attacks import model_folder
 from tests.runtime.checkpoint.test_published_methods import RENAMED
 from tests.runtime.tokenizer.test_gguf_tokenizer import sentencepiece
-from tests.support import gguf_files
+from tests.support import gguf_files, quantizing
 from tests.support.families import CASES, make
 from tests.support.foreign_layouts import Case, stored
 from tests.support.gguf_exports import exported_families, make_exported
-from tests.support.models import CPU, random_model
+from tests.support.models import random_model
 from tests.support.multimodal_families import FOLDERS, make_folder
 
 Models = dict[str, dict[str, bytes]]
@@ -75,8 +73,7 @@ def _ours() -> Models:
         recipes = [Recipe(method="rtn", bits=bits, group=32) for bits in (2, 3, 4, 8)]
         for recipe in (*recipes, Recipe(method="nf4", group=64)):
             name = f"{recipe.method}-int{recipe.bits}"
-            work = planning.plan_quantization(Source("dense", model), recipe, report="none")
-            models[name] = _files(pipeline.quantize(work, base / name, CPU).folder)
+            models[name] = _files(quantizing.make(Source("dense", model), base / name, recipe).folder)
     return models
 
 

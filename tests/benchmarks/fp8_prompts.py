@@ -16,14 +16,12 @@ import torch
 
 from mycli.quant.evaluate import cut, evaluate_each, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.utils.dtypes import PromptCopy
-from tests.support.models import CPU
+from tests.support.quantizing import make
 
 
 def main() -> None:
@@ -42,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for bits in arguments.bits:
             target = Path(folder) / str(bits)
-            quantize(plan_quantization(source, Recipe(bits=bits)), target, CPU)
+            make(source, target, Recipe(bits=bits), "quick")
             packed = open_model_folder(target)
             models = [StreamedModel(packed, replace(placement, prompt_copy=kind)) for kind in kinds]
             found = [result.divergence for result in evaluate_each(models, text, exact)]

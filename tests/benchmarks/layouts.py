@@ -25,8 +25,6 @@ from torch import Tensor
 from mycli.quant.evaluate import TokenWindows, cut, evaluate, held_out_text
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -35,6 +33,7 @@ from tests.benchmarks import gguf as files
 from tests.benchmarks.layout_makers import MAKERS, Made
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 _WEIGHTS = "model.safetensors"
 _EMBEDDING = "model.embed_tokens"
@@ -71,7 +70,7 @@ def own(work: Path) -> Iterator[Row]:
         yield (
             name,
             "mycli",
-            quantize(plan_quantization(Source("pico", PICO), recipe, report="none"), target, CPU).folder,
+            make(Source("pico", PICO), target, recipe).folder,
         )
 
 
@@ -80,7 +79,7 @@ def exported(work: Path) -> Iterator[Row]:
     packed = work / _OWN[0][0].replace(" ", "-")
     if not packed.exists():
         recipe = _OWN[0][1]
-        quantize(plan_quantization(Source("pico", PICO), recipe, report="none"), packed, CPU)
+        make(Source("pico", PICO), packed, recipe)
     for source, targets in ((packed, _EXPORTED), (PICO, _ROUNDED)):
         for to in targets:
             module, variant = find_export_target(to)

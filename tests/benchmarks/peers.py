@@ -29,6 +29,8 @@ from mycli.quant.evaluate import cut, evaluate, held_out_text, read_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import choose_widths, quantize
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -73,10 +75,10 @@ def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
     """Quantize with `recipe` on the same windows; `how` names the row."""
     target, (samples, seq) = shown.folder / f"ours-{recipe.name}", shown.windows.shape
     source = Source(shown.source.name, shown.source, None, None)
-    work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), shown.text, report="none")
+    work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), PlanSettings("none", shown.text))
     if recipe.target_bpw is not None:
-        work = plan_quantization(source, choose_widths(work, CPU, target), shown.text, report="none")
-    quantize(work, target, CPU)
+        work = plan_quantization(source, choose_widths(work, CPU, target), PlanSettings("none", shown.text))
+    quantize(work, OutputTarget(target), CPU)
     return Made("mycli", how, packed_bits(target), target)
 
 

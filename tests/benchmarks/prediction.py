@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -34,9 +32,9 @@ from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
 from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 from tests.support.engines import drain
-from tests.support.models import CPU
 from tests.support.paths import PICO
 from tests.support.prediction import make_that_predicts
+from tests.support.quantizing import make
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -69,7 +67,7 @@ class Made:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(PICO / name, folder / "source" / name)
         recipe = Recipe("rtn", 4, 128)
-        quantize(plan_quantization(Source("made", folder / "source"), recipe, report="none"), folder / "copy", CPU)
+        make(Source("made", folder / "source"), folder / "copy", recipe)
         opened = open_model_folder(folder / "copy")
         runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
         assert opened.mtp_head is not None

@@ -23,8 +23,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -41,6 +39,7 @@ from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength, expected_tokens
 from mycli.runtime.speculative.proposers import DraftModel
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
+from tests.support.quantizing import make
 
 TARGET = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 DRAFT = {"hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 8, "num_attention_heads": 12}
@@ -70,7 +69,7 @@ def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     }
     save_file(tensors, source / "model.safetensors")
     recipe = Recipe(method="rtn", scales="absmax", head="int4")
-    quantize(plan_quantization(Source(str(source), source, None, None), recipe, report="none"), target, CPU)
+    make(Source(str(source), source, None, None), target, recipe)
     return target
 
 

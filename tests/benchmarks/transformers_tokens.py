@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 
 from mycli.quant.evaluate import held_out_text
 from mycli.quant.export import ExportRequest, find_export_target
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -31,6 +29,7 @@ from tests.benchmarks.llama_tokens import agreement, logits_over
 from tests.support.engines import whole
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 TIE = 0.01  # in standard deviations of a step's logits
 PROMPTS, PROMPT, REPLY = 8, 48, 24
@@ -45,7 +44,7 @@ def export(target: str, bits: int, group: int | None, work: Path) -> Path:
     packed = work / name
     if not packed.exists():
         recipe = Recipe(method="rtn", bits=bits, group=group)
-        quantize(plan_quantization(Source("pico", PICO), recipe, report="none"), packed, CPU)
+        make(Source("pico", PICO), packed, recipe)
     module, variant = find_export_target(target)
     request = ExportRequest(Source(name, packed), open_model_folder(packed), work / f"{target}-{name}", variant)
     return module.export(request, silent).path

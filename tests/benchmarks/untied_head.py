@@ -10,12 +10,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.hub.resolve import Source
-from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 
 def untie(target: Path) -> None:
@@ -34,8 +32,7 @@ def main() -> None:
         source = Source("untied", Path(name) / "untied", None, None)
         untie(source.folder)
         for bits in (4, 3, 2, 8):
-            plan = plan_quantization(source, Recipe(bits=bits))
-            head = quantize(plan, Path(name) / str(bits), CPU).report.head
+            head = make(source, Path(name) / str(bits), Recipe(bits=bits), "quick").report.head
             assert head is not None
             figures = f"{head.keep:.6f} | {head.int8:.6f} | {head.added:+.2%} | {head.record['chosen']}"
             print(f"| {bits} | {figures} |", flush=True)

@@ -22,10 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import pipeline, readers
+from mycli.quant import readers
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.ggml.mixes import MIXES
-from mycli.quant.planning import plan
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.quant.verification import tokens_to_score, verify_reading
@@ -36,6 +35,7 @@ from mycli.runtime.hub.resolve import Source
 from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 EXACT = replace(CPU, dtype=torch.float32)
 # Kind and width of a copy of pico -> the formats that it is exported to.
@@ -79,7 +79,7 @@ def export(folder: Path, to: str, target: Path) -> Path:
 
 
 def packed(folder: Path, recipe: Recipe, target: Path) -> Path:
-    return pipeline.quantize(plan.plan_quantization(Source("m", folder), recipe, report="none"), target, CPU).folder
+    return make(Source("m", folder), target, recipe).folder
 
 
 def formats(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:

@@ -25,8 +25,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -36,6 +34,7 @@ from tests.benchmarks.vllm_tokens import PROMPT, PROMPTS, theirs
 from tests.support.families import enliven, experts_of, packed_weights, weights_of
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 ERRORS = 2.0  # standard errors of a mean over a few hundred tokens
 SHAPE = {
@@ -80,7 +79,7 @@ def quantized(folder: Path, family: str, method: str) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / "source" / name)
     recipe = Recipe(method, 4, 128, samples=16, seq=128)
-    quantize(plan_quantization(Source("random", folder / "source"), recipe, report="none"), folder / "copy", CPU)
+    make(Source("random", folder / "source"), folder / "copy", recipe)
     return folder / "copy"
 
 

@@ -21,8 +21,6 @@ import torch
 from mycli.quant.evaluate import held_out_text
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -30,6 +28,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 TIE = 0.15  # in logits: a few steps of bf16 at the size of pico's logits
 PROMPTS, PROMPT, REPLY = 8, 48, 32
@@ -95,10 +94,7 @@ def main() -> None:
             folder, site = Path(name) / "out", Path(name) / "site"
             site.mkdir()
             plugin(site)
-            work = plan_quantization(
-                Source("pico", PICO, None, None), Recipe(bits=bits, samples=16, seq=256), report="none"
-            )
-            quantize(work, folder, CPU)
+            make(Source("pico", PICO, None, None), folder, Recipe(bits=bits, samples=16, seq=256))
             if target:
                 source, folder = folder, Path(name) / target
                 module, variant = find_export_target(target)

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.resolve import Source
+from tests.support import quantizing
 from tests.support.engines import whole
 from tests.support.families import CASES, make
 from tests.support.models import CPU
@@ -27,9 +26,7 @@ def test_a_copy_computes_nearly_what_its_source_does(method: str, tmp_path: Path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, tmp_path / "source" / name)
     recipe = Recipe(method, 8, 32, samples=8, seq=48)
-    outcome = quantize(
-        plan_quantization(Source("random", tmp_path / "source"), recipe, report="none"), tmp_path / "copy", CPU
-    )
+    outcome = quantizing.make(Source("random", tmp_path / "source"), tmp_path / "copy", recipe)
     copy = load_model(open_model_folder(tmp_path / "copy"), CPU).model
     assert not any("primary_router" in name for name in open_model_folder(tmp_path / "copy").packings)
     tokens = torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -20,6 +20,7 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -27,6 +28,7 @@ from mycli.runtime.checkpoint.restored_weights import joined_linears
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
+from tests.support import quantizing
 from tests.support.engines import whole
 from tests.support.families import (
     ALIASES,
@@ -45,6 +47,7 @@ from tests.support.grids import chosen
 from tests.support.models import CPU
 from tests.support.paths import PICO
 from tests.support.prediction import make_with_head
+from tests.support.quantizing import UNMEASURED
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text", "quick_configs")
 
@@ -273,8 +276,8 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     make_with_head(tmp_path / "source", "qwen3_5-delta", vocab_size=4096, intermediate_size=96)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, tmp_path / "source" / name)
-    work = plan_quantization(Source("random", tmp_path / "source"), Recipe("rtn", 4, 32), report="none")
-    quantize(work, tmp_path / "copy", CPU)
+    work = plan_quantization(Source("random", tmp_path / "source"), Recipe("rtn", 4, 32), UNMEASURED)
+    quantize(work, OutputTarget(tmp_path / "copy"), CPU)
     stored, copied = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "copy"))
     heads = [{name: each for name, each in one.items() if name.startswith("mtp.")} for one in (stored, copied)]
     assert heads[0].keys() == heads[1].keys() and len(heads[0]) == 15
@@ -298,8 +301,7 @@ def test_targets_have_the_names_of_the_files_too(tmp_path: Path) -> None:
     """The modules of EXAONE's published code and of vLLM have other names than Llama's."""
     (tmp_path / "source").mkdir()
     random_model(tmp_path / "source", "exaone-llama3", hidden_size=64, intermediate_size=96)
-    work = plan_quantization(Source("random", tmp_path / "source"), Recipe("rtn", 4, 32, head="int8"), report="none")
-    quantize(work, tmp_path / "copy", CPU)
+    quantizing.make(Source("random", tmp_path / "source"), tmp_path / "copy", Recipe("rtn", 4, 32, head="int8"))
     section = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]
     bits = {
         name: group["weights"]["num_bits"] for group in section["config_groups"].values() for name in group["targets"]
@@ -318,10 +320,8 @@ def test_targets_have_the_names_of_the_files_too(tmp_path: Path) -> None:
 def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, bits: int, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     reference = random_model(tmp_path / "source", case, hidden_size=64, intermediate_size=96)
-    work = plan_quantization(
-        Source("random", tmp_path / "source"), Recipe(method, bits, 32, samples=8, seq=48), report="none"
-    )
-    outcome = quantize(work, tmp_path / "copy", CPU)
+    recipe = Recipe(method, bits, 32, samples=8, seq=48)
+    outcome = quantizing.make(Source("random", tmp_path / "source"), tmp_path / "copy", recipe)
     tokens = torch.randint(0, 4096, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     read = unpacked(tmp_path / "copy", tmp_path / "unpacked") if case in STACKED else tmp_path / "copy"
     theirs = class_of(CASES[case][0]).from_pretrained(read, dtype=torch.float32)

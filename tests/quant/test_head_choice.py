@@ -12,6 +12,8 @@ import torch
 
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Head, Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -43,8 +45,8 @@ def source(tmp_path: Path) -> Source:
 
 
 def made(source: Source, target: Path, recipe: Recipe, report: Any = "quick", **options: Any) -> dict[str, Any]:
-    work = plan_quantization(source, recipe, report=report)
-    quantize(work, target, CPU, **options)
+    work = plan_quantization(source, recipe, PlanSettings(report))
+    quantize(work, OutputTarget(target), CPU, **options)
     card: dict[str, Any] = json.loads((target / "mycli.json").read_text())
     return card
 

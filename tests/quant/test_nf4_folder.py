@@ -8,6 +8,7 @@ import torch
 
 from mycli.quant import pipeline
 from mycli.quant.planning import plan as planning
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import nf4
@@ -18,6 +19,7 @@ from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
 from tests.support.foreign_layouts import stored
 from tests.support.models import CPU, random_model
+from tests.support.quantizing import UNMEASURED
 
 
 @pytest.fixture(scope="module", params=[32, 64], ids=["g32", "g64"])
@@ -25,8 +27,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     base = tmp_path_factory.mktemp("nf4")
     source = random_model(base / "source")
     recipe = Recipe("nf4", group=request.param)
-    work = planning.plan_quantization(Source("source", source), recipe, report="none")
-    folder = pipeline.quantize(work, base / "out", CPU).folder
+    work = planning.plan_quantization(Source("source", source), recipe, UNMEASURED)
+    folder = pipeline.quantize(work, OutputTarget(base / "out"), CPU).folder
     opened = open_model_folder(folder)
     assert opened.packings == work.packings and {one.name for one in work.packings.values()} == {recipe.name}
     assert opened.checked_manifest().nbytes == work.size.bytes, "the size that --dry-run tells is exact"

@@ -18,6 +18,9 @@ from mycli.quant.output import model_card as record
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan as planning
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
+from mycli.quant.progress import Callbacks
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
@@ -33,7 +36,7 @@ from mycli.runtime.quantization.packed_weight import dequantize as dequantize_pa
 from mycli.runtime.quantization.scheme import BITS
 from tests.support.models import CPU, random_model, shorten_report, write_config
 from tests.support.paths import DRAFT, PICO
-from tests.support.quantizing import DATA, GROUP_32, make, rewrite
+from tests.support.quantizing import DATA, GROUP_32, UNMEASURED, make, rewrite
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -57,8 +60,7 @@ def test_hessians_of_the_model_lose_less_than_those_of_its_layers(tmp_path: Path
     source, lost = Source("draft", DRAFT, None, None), {}
     for hessian in ("layer", "model"):
         recipe = Recipe("awq+gptq", 3, 64, samples=16, seq=128, hessian=hessian)
-        plan = plan_quantization(source, recipe, report="quick")
-        lost[hessian] = quantize(plan, tmp_path / hessian, CPU).report.kl or 0.0
+        lost[hessian] = make(source, tmp_path / hessian, recipe, "quick").report.kl or 0.0
     assert 0 < lost["model"] < 0.95 * lost["layer"]
     assert json.loads((tmp_path / "model" / "mycli.json").read_text())["recipe"]["hessian"] == "model"
 
@@ -86,7 +88,8 @@ def test_hessians_of_the_model_need_a_method_that_uses_them_and_gradients(tmp_pa
 )
 def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path, recipe: Recipe) -> None:
     target = tmp_path / "out"
-    work = make(source, target, recipe)
+    make(source, target, recipe)
+    work = plan_quantization(source, recipe, UNMEASURED)
     opened = open_model_folder(target)
     config, packings = opened.config, opened.packings
     assert packings == work.packings
@@ -186,7 +189,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
 def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     work = plan_quantization(source, Recipe("rtn", bits=2, group=32))
-    outcome = quantize(work, tmp_path / "out", CPU, progress=lambda *step: steps.append(step))
+    outcome = quantize(work, OutputTarget(tmp_path / "out"), CPU, Callbacks(lambda *step: steps.append(step)))
     card = outcome.report.evaluation
     assert card is not None and card.divergence is not None
     assert card.context == 64 and card.scored_tokens == planning.QUICK_TOKENS // 64 * 63
@@ -208,8 +211,7 @@ def test_the_source_runs_once_for_all_precisions_of_the_report(
         return hidden(model, *rest)
 
     monkeypatch.setattr(StreamedModel, "hidden", counted)
-    work = plan_quantization(source, Recipe("rtn", bits=4, group=32, head="keep"))
-    outcome = quantize(work, tmp_path / "out", CPU)
+    outcome = make(source, tmp_path / "out", Recipe("rtn", bits=4, group=32, head="keep"), "quick")
     assert passes.count(source.folder) == 1
     others = len(passes) - 1  # in fp32, and where a kernel multiplies packed weights with activations of 16 and 8 bits
     assert others == (1 if outcome.report.activations is None else 3)
@@ -246,8 +248,8 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     text = tmp_path / "text.txt"
     text.write_text("One two three. " * 200)
     rewrite(source, "model.layers.0.input_layernorm.weight", lambda gain: gain.index_fill(0, torch.tensor([7]), 0))
-    work = plan_quantization(source, Recipe(bits=2, group=32, samples=6, seq=48), text)
-    outcome = quantize(work, tmp_path / "out", CPU)
+    work = plan_quantization(source, Recipe(bits=2, group=32, samples=6, seq=48), PlanSettings(text=text))
+    outcome = quantize(work, OutputTarget(tmp_path / "out"), CPU)
     assert outcome.fallbacks == 0
     dead, collapsed = outcome.notes
     assert "3 layers with inputs that calibration never used, at most 1, in model.layers.0.self_attn.q_proj" in dead
@@ -256,8 +258,7 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
     assert written["calibration"]["mix"] == {"file": 6} and written["calibration"]["seq"] == 48
     assert all(layer["output_error"] <= layer["rounding_output_error"] for layer in written["layers"])
 
-    few = plan_quantization(Source("draft", DRAFT, None, None), Recipe(group=64, samples=8, seq=32), report="none")
-    notes = quantize(few, tmp_path / "few", CPU).notes
+    notes = make(Source("draft", DRAFT, None, None), tmp_path / "few", Recipe(group=64, samples=8, seq=32)).notes
     assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer; use more",)
 
 

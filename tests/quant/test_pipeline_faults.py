@@ -11,10 +11,11 @@ import torch
 from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
 from mycli.quant.output.work_folder import WorkFolder, unwritten_bytes
-from mycli.quant.pipeline import default_work_folder, quantize
+from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan as planning
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.quant.solving import blockwise
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -22,7 +23,7 @@ from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserErro
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.models import CPU, random_model, write_config
-from tests.support.quantizing import DATA, GROUP_32, leftovers, make, rewrite
+from tests.support.quantizing import DATA, GROUP_32, UNMEASURED, leftovers, make, rewrite
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -110,8 +111,8 @@ def test_finished_blocks_take_as_much_disk_as_the_plan_says(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes take a byte each in the work folder, which exists until the result is complete."""
-    work, target = plan_quantization(source, DATA, report="none"), tmp_path / "out"
-    (_, result), (folder, blocks) = needs = work.disk_needs(target, default_work_folder(target))
+    work, target = plan_quantization(source, DATA, UNMEASURED), tmp_path / "out"
+    (_, result), (folder, blocks) = needs = work.disk_needs(target, OutputTarget(target).work_folder)
     stored: list[int] = []
     clear = WorkFolder.clear
 
@@ -121,7 +122,7 @@ def test_finished_blocks_take_as_much_disk_as_the_plan_says(
         clear(self)
 
     monkeypatch.setattr(WorkFolder, "clear", measure)
-    quantize(work, target, CPU)
+    quantize(work, OutputTarget(target), CPU)
     assert blocks < stored[0] < 1.2 * blocks, "headers and norms are not counted"
     usage = shutil.disk_usage(tmp_path)._replace(free=result + blocks - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -135,7 +136,7 @@ def test_finished_blocks_take_as_much_disk_as_the_plan_says(
 def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Path) -> None:
     work = replace(plan_quantization(source, GROUP_32), need=Need(1 << 60, 0, 1024))
     with pytest.raises(ResourceError, match="GiB of memory needed"):
-        quantize(work, tmp_path / "out", CPU)
+        quantize(work, OutputTarget(tmp_path / "out"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_memory_that_runs_out_is_no_crash(
     def failing(*_: object) -> None:
         raise error
 
-    work = plan_quantization(source, DATA, report="none")
+    work = plan_quantization(source, DATA, UNMEASURED)
     solve = blockwise.LinearSolver.solve
     asked: list[int] = []
 
@@ -165,11 +166,11 @@ def test_memory_that_runs_out_is_no_crash(
 
     monkeypatch.setattr(blockwise.LinearSolver, "solve", solving)
     with pytest.raises(ResourceError, match="out of memory"):
-        quantize(work, tmp_path / "out", CPU)
+        quantize(work, OutputTarget(tmp_path / "out"), CPU)
     assert leftovers(tmp_path) == [".out.work"]
     monkeypatch.setattr(blockwise.LinearSolver, "solve", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        quantize(work, tmp_path / "out", CPU)
+        quantize(work, OutputTarget(tmp_path / "out"), CPU)
 
 
 def test_other_errors_keep_their_name(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.cli.commands import verify
-from mycli.quant import pipeline, readers
+from mycli.quant import readers
 from mycli.quant.export import ExportRequest, find_export_target
-from mycli.quant.planning import plan
 from mycli.quant.progress import silent
 from mycli.quant.readers import Reading, _transformers_child
 from mycli.quant.recipe import Recipe
@@ -30,6 +29,7 @@ from tests.support.gguf_exports import make_exported
 from tests.support.gguf_files import rewrite
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
+from tests.support.quantizing import make
 
 EXACT = dataclasses.replace(CPU, dtype=torch.float32) if dataclasses.is_dataclass(CPU) else CPU
 
@@ -206,7 +206,7 @@ def test_the_experts_of_a_mixture_are_packed_one_by_one(to: str, tmp_path: Path,
     make_exported(tmp_path / "m", "qwen3_moe-8top2")
     recipe = Recipe(method="rtn", bits=4, group=32)
     source = Source("m", tmp_path / "m")
-    packed = pipeline.quantize(plan.plan_quantization(source, recipe, report="none"), tmp_path / "int4", CPU)
+    packed = make(source, tmp_path / "int4", recipe)
     done = mycli("export", str(packed.folder), "--to", to, "--requantize", "-o", str(tmp_path / "out"))
     assert done.returncode == 0 and f"transformers does not load the experts of a mixture as {to}" in done.stderr
     names = set(load_file(tmp_path / "out" / "model.safetensors"))
@@ -230,8 +230,7 @@ def test_transformers_reads_packed_experts_and_finds_a_scale(tmp_path: Path) -> 
     """
     make_exported(tmp_path / "mixture", "qwen3_moe-8top2")
     recipe = Recipe(method="rtn", bits=4, group=32)
-    planned = plan.plan_quantization(Source("m", tmp_path / "mixture"), recipe, report="none")
-    pipeline.quantize(planned, tmp_path / "q", CPU)
+    make(Source("m", tmp_path / "mixture"), tmp_path / "q", recipe)
     tensors = load_file(tmp_path / "q/model.safetensors")
     name = next(name for name in tensors if name.endswith("q_proj.weight_scale"))
     changed = tmp_path / "changed"

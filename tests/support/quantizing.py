@@ -5,16 +5,17 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
+from mycli.quant.pipeline import Outcome, quantize
+from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings, Report
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.runtime.hub.resolve import Source
 from tests.support.models import CPU
 
 GROUP_32 = Recipe("rtn", group=32)
-
-
 DATA = Recipe("gptq", group=32, samples=8, seq=48)
+UNMEASURED = PlanSettings("none")
 
 
 def rewrite(source: Source, name: str, change: Any) -> None:
@@ -23,10 +24,10 @@ def rewrite(source: Source, name: str, change: Any) -> None:
     save_file(tensors, source.folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make(source: Source, target: Path, recipe: Recipe = GROUP_32, **options: Any) -> QuantizationPlan:
-    work = plan_quantization(source, recipe, report=options.pop("report", "none"))
-    quantize(work, target, CPU, **options)
-    return work
+def make(
+    source: Source, target: Path, recipe: Recipe = GROUP_32, report: Report = "none", *, overwrite: bool = False
+) -> Outcome:
+    return quantize(plan_quantization(source, recipe, PlanSettings(report)), OutputTarget(target, overwrite), CPU)
 
 
 def leftovers(folder: Path) -> list[str]:

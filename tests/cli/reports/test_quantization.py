@@ -13,6 +13,7 @@ from mycli.cli.reports.quantization import _output_error, show_outcome, steps
 from mycli.quant.calls.record import CallCounts, CallQuality, TokenAgreement
 from mycli.quant.output.model_card import Size
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import GateError
 from mycli.runtime.hub.resolve import resolve
@@ -77,7 +78,7 @@ def test_a_plan_names_the_steps_in_order() -> None:
     short = Recipe(samples=8, seq=64)
 
     def named(recipe: Recipe, report: Any = "none") -> list[str]:
-        return steps(plan_quantization(source, recipe, report=report))
+        return steps(plan_quantization(source, recipe, PlanSettings(report)))
 
     assert named(replace(short, method="rtn"), "quick") == ["rtn of 42 layers", "measure the quality on 8192 tokens"]
     solved = "gptq of 42 layers in 6 blocks on 8 windows of 64 tokens"

@@ -12,10 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from mycli.quant import pipeline
 from mycli.quant.export import find_export_target, mlx, targets
 from mycli.quant.export._weights import Weights, exact_values
-from mycli.quant.planning import plan as planning
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.formats import read_dense
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -23,6 +21,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
+from tests.support import quantizing
 from tests.support.exports import dense_values, export_to
 from tests.support.families import CASES, class_of, make
 from tests.support.gguf_exports import make_exported
@@ -36,8 +35,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for bits, group in ((4, 32), (4, 64), (8, 32), (8, None), (3, 64), (2, 32)):
         name = f"int{bits}-{f'g{group}' if group else 'channel'}"
         recipe = Recipe(method="rtn", bits=bits, group=group)
-        work = planning.plan_quantization(Source("dense", folders["dense"]), recipe, report="none")
-        folders[name] = pipeline.quantize(work, base / name, CPU).folder
+        folders[name] = quantizing.make(Source("dense", folders["dense"]), base / name, recipe).folder
     return folders
 
 
@@ -214,8 +212,7 @@ def test_gptq_names_a_packed_head(tmp_path: Path) -> None:
     source = Source("dense", random_model(tmp_path / "dense"))
     for head in ("keep", "int4"):
         recipe = Recipe(method="rtn", bits=4, group=32, head=head)
-        work = planning.plan_quantization(source, recipe, report="none")
-        packed = pipeline.quantize(work, tmp_path / head, CPU).folder
+        packed = quantizing.make(source, tmp_path / head, recipe).folder
         done = export_to(packed, "gptq", tmp_path / f"gptq-{head}")
         settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
         assert settings["lm_head"] is (head == "int4") and same(dense_values(packed), dense_values(done.path))
@@ -225,8 +222,7 @@ def test_gptq_names_a_packed_head(tmp_path: Path) -> None:
 def test_a_head_of_another_width_is_written_dequantized(tmp_path: Path, layout: str) -> None:
     """Both formats have one width; AWQ has no packed head at all."""
     source = Source("dense", random_model(tmp_path / "dense"))
-    work = planning.plan_quantization(source, Recipe("rtn", bits=4, group=32, head="int8"), report="none")
-    packed = pipeline.quantize(work, tmp_path / "packed", CPU).folder
+    packed = quantizing.make(source, tmp_path / "packed", Recipe("rtn", bits=4, group=32, head="int8")).folder
     done = export_to(packed, layout, tmp_path / layout, requantize=True)
     opened = open_model_folder(done.path)
     assert "lm_head" not in opened.packings and len(opened.packings) == 21
@@ -242,10 +238,8 @@ def test_routers_and_gates_are_listed_as_not_packed(name: str, tmp_path: Path) -
     """Readers replace all linears but those that the config names: shared_expert_gate, in_proj_a and others."""
     model_type, changes = CASES[name]
     original = make(tmp_path / "dense", model_type, {**changes, **WIDE})
-    work = planning.plan_quantization(
-        Source("dense", tmp_path / "dense"), Recipe("rtn", bits=4, group=32, head="keep"), report="none"
-    )
-    packed = open_model_folder(pipeline.quantize(work, tmp_path / "packed", CPU).folder)
+    recipe = Recipe("rtn", bits=4, group=32, head="keep")
+    packed = open_model_folder(quantizing.make(Source("dense", tmp_path / "dense"), tmp_path / "packed", recipe).folder)
     gates = {linear.name for layer in packed.config.layer_specs for linear in layer.unquantized}
     sections = {}
     for layout in ("gptq", "awq"):
@@ -277,8 +271,7 @@ def test_a_dtype_has_one_name(tmp_path: Path) -> None:
 def _packed(folder: Path, case: str, recipe: Recipe, **changes: int) -> Path:
     model_type, others = CASES[case]
     make(folder / "dense", model_type, {**others, **changes})
-    work = planning.plan_quantization(Source("dense", folder / "dense"), recipe, report="none")
-    return pipeline.quantize(work, folder / "packed", CPU).folder
+    return quantizing.make(Source("dense", folder / "dense"), folder / "packed", recipe).folder
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
@@ -340,8 +333,7 @@ def test_layouts_without_joined_linears_refuse_families_whose_files_have_them(
 
 def test_packed_rows_that_do_not_fill_blocks_are_written_as_floats(tmp_path: Path) -> None:
     source = Source("dense", random_model(tmp_path / "dense", intermediate_size=200))
-    work = planning.plan_quantization(source, Recipe("rtn", bits=4, group=None), report="none")
-    packed = pipeline.quantize(work, tmp_path / "packed", CPU).folder
+    packed = quantizing.make(source, tmp_path / "packed", Recipe("rtn", bits=4, group=None)).folder
     done = export_to(packed, "gguf", tmp_path / "out")
     assert done.kinds["Q4_0"] == 18 and not done.rounded
     assert same(dense_values(packed), dense_values(done.path))
@@ -356,10 +348,7 @@ def test_mlx_has_tensors_of_one_value(tmp_path: Path) -> None:
 def test_mlx_has_no_baichuan(tmp_path: Path) -> None:
     model_type, changes = CASES["baichuan-mha"]
     make(tmp_path / "dense", model_type, {**changes, "hidden_size": 64, "intermediate_size": 64})
-    work = planning.plan_quantization(
-        Source("dense", tmp_path / "dense"), Recipe(method="rtn", group=32), report="none"
-    )
-    packed = pipeline.quantize(work, tmp_path / "int4", CPU).folder
+    packed = quantizing.make(Source("dense", tmp_path / "dense"), tmp_path / "int4").folder
     with pytest.raises(ModelError, match="baichuan: mlx-lm has no such model"):
         export_to(packed, "mlx", tmp_path / "mlx")
 

@@ -16,6 +16,8 @@ from mycli.quant.ggml.pipeline import quantize_gguf
 from mycli.quant.ggml.plan import plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.sensitivity import KindChoice, choose_kinds, spend
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.progress import silent
 from mycli.quant.verification import Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
@@ -27,6 +29,7 @@ from tests.support.families import CASES, make
 from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU
 from tests.support.paths import PICO
+from tests.support.quantizing import UNMEASURED
 
 RECIPE = GgufRecipe("q4_k_m", samples=8, seq=64)
 NAME = "blk.1.attn_q.weight"
@@ -49,12 +52,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 @pytest.fixture(scope="module")
 def made(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("made") / "small.gguf"
-    quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+    quantize_gguf(plan_gguf(source, RECIPE, UNMEASURED), OutputTarget(target), CPU)
     return target
 
 
 def test_the_file_and_its_record(source: Source, made: Path) -> None:
-    work = plan_gguf(source, RECIPE, report="none")
+    work = plan_gguf(source, RECIPE, UNMEASURED)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(made).tensors}
     assert kinds[NAME] == "Q4_K" and kinds["output.weight"] == "Q6_K" and kinds["token_embd.weight"] == "Q4_K"
     record = json.loads(made.with_suffix(".mycli.json").read_text())
@@ -69,11 +72,11 @@ def test_the_file_and_its_record(source: Source, made: Path) -> None:
 
 def test_windows_are_bounded_by_the_context_and_by_the_recipe(source: Source, tmp_path: Path) -> None:
     context = open_model_folder(source.folder).config.max_context
-    assert plan_gguf(source, GgufRecipe("q4_k_m"), report="none").seq == context
+    assert plan_gguf(source, GgufRecipe("q4_k_m"), UNMEASURED).seq == context
     long = shutil.copytree(source.folder, tmp_path / "long")
     raw = json.loads((long / "config.json").read_text())
     (long / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 8192 * context}))
-    needs = [plan_gguf(Source("small", folder), RECIPE, report="full").need for folder in (source.folder, long)]
+    needs = [plan_gguf(Source("small", folder), RECIPE, PlanSettings("full")).need for folder in (source.folder, long)]
     assert needs[0] == needs[1], "memory follows the windows, not the context"
 
 
@@ -90,12 +93,12 @@ def test_an_interrupted_run_gives_the_same_bytes(
 
     monkeypatch.setattr(linear_solver.BlockTypeSolver, "solve", failing)
     with pytest.raises(KeyboardInterrupt):
-        quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+        quantize_gguf(plan_gguf(source, RECIPE, UNMEASURED), OutputTarget(target), CPU)
     assert not target.exists()
-    quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+    quantize_gguf(plan_gguf(source, RECIPE, UNMEASURED), OutputTarget(target), CPU)
     assert target.read_bytes() == made.read_bytes()
     with pytest.raises(UsageError, match="exists already"):
-        quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+        quantize_gguf(plan_gguf(source, RECIPE, UNMEASURED), OutputTarget(target), CPU)
 
 
 def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
     make_exported(tmp_path / "hf", "gemma4-ple-shared-kv-double", intermediate_size=96)
     original = open_model_folder(tmp_path / "hf")
     target, table = tmp_path / "small.gguf", f"{original.config.per_layer_table().name}.weight"
-    quantize_gguf(plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, report="none"), target, CPU)
+    quantize_gguf(plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, UNMEASURED), OutputTarget(target), CPU)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(target).tensors}
     assert kinds["per_layer_token_embd.weight"] == "Q8_0"  # 192 values in a row: no super-blocks
     stored, values = (folder.checkpoint().read(table).float() for folder in (open_model_folder(target), original))
@@ -120,10 +123,10 @@ def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
 def test_halves_of_latent_attention_stay_floats(sizes: dict[str, int], tmp_path: Path) -> None:
     make_exported(tmp_path / "hf", "youtu-tied", hidden_size=256, intermediate_size=256)
     target, source = tmp_path / "small.gguf", Source("hf", tmp_path / "hf")
-    work = plan_gguf(source, replace(RECIPE, **sizes), report="none")
+    work = plan_gguf(source, replace(RECIPE, **sizes), UNMEASURED)
     if sizes:
-        work = plan_gguf(source, choose_kinds(work, target, CPU), report="none")
-    quantize_gguf(work, target, CPU)
+        work = plan_gguf(source, choose_kinds(work, target, CPU), UNMEASURED)
+    quantize_gguf(work, OutputTarget(target), CPU)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(target).tensors}
     assert all(kinds[f"blk.0.{part}.weight"] == "F32" for part in ("attn_k_b", "attn_v_b"))
     stored, original = (open_model_folder(path).checkpoint() for path in (target, source.folder))
@@ -134,7 +137,7 @@ def test_halves_of_latent_attention_stay_floats(sizes: dict[str, int], tmp_path:
 def test_a_family_that_needs_experts_is_refused_without_them(tmp_path: Path) -> None:
     make_exported(tmp_path / "hf", "llama4-without-experts-tied")
     with pytest.raises(ModelError, match="config.json: .* experts"):
-        plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, report="none")
+        plan_gguf(Source("hf", tmp_path / "hf"), RECIPE, UNMEASURED)
 
 
 def _verify(reader: str, model: Path, reference: Path | None = None) -> Verified:
@@ -220,14 +223,14 @@ def test_rows_that_fill_no_super_block_have_a_choice_of_types(tmp_path: Path) ->
         shutil.copy(PICO / file, tmp_path / "hf" / file)
     source, smallest = Source("small", tmp_path / "hf"), {}
     for mix in ("iq2_xxs", "q8_0"):
-        smallest[mix] = plan_gguf(source, GgufRecipe(mix), report="none").layout.nbytes
+        smallest[mix] = plan_gguf(source, GgufRecipe(mix), UNMEASURED).layout.nbytes
     target = sum(smallest.values()) // 2
-    work = plan_gguf(source, replace(RECIPE, target_size=target), report="none")
+    work = plan_gguf(source, replace(RECIPE, target_size=target), UNMEASURED)
     recipe = choose_kinds(work, tmp_path / "small.gguf", CPU)
     kinds = dict(recipe.kinds)
     narrow = {kind for name, kind in kinds.items() if "down_proj" not in name}
     assert narrow <= {"IQ4_NL", "Q5_0", "Q5_1", "Q8_0"} and "IQ4_NL" in narrow
-    assert plan_gguf(source, recipe, report="none").layout.nbytes <= target
+    assert plan_gguf(source, recipe, UNMEASURED).layout.nbytes <= target
 
 
 def test_a_file_of_a_given_size_needs_gradients(tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_a_file_of_a_given_size_needs_gradients(tmp_path: Path) -> None:
     )
     source, recipe = Source("experts", tmp_path / "hf"), replace(RECIPE, target_size=1 << 30)
     with pytest.raises(UsageError, match="gradients stop at the routing of experts; .* a file size"):
-        plan_gguf(source, recipe, report="none")
+        plan_gguf(source, recipe, UNMEASURED)
 
 
 def test_the_budget_goes_where_it_gains_most() -> None:

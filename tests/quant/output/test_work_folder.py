@@ -21,8 +21,9 @@ from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder, require_same_run
-from mycli.quant.pipeline import default_work_folder, quantize
+from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
@@ -32,6 +33,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.forked import ForkedProcess
 from tests.support.models import CPU, random_model
+from tests.support.quantizing import UNMEASURED, make
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -146,7 +148,7 @@ def test_finished_blocks_are_not_solved_again(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
     whole, target = tmp_path / "whole", tmp_path / "out"
-    quantize(plan_quantization(source, recipe, report="none"), whole, CPU)
+    make(source, whole, recipe)
     asked: list[str] = []
     solve = blockwise.LinearSolver.solve
 
@@ -165,11 +167,11 @@ def test_finished_blocks_are_not_solved_again(
 
     monkeypatch.setattr(blockwise.LinearSolver, "solve", failing)
     with pytest.raises(Stop):
-        quantize(plan_quantization(source, recipe, report="none"), target, CPU)
-    assert not target.exists() and default_work_folder(target).is_dir()
+        make(source, target, recipe)
+    assert not target.exists() and OutputTarget(target).work_folder.is_dir()
     with pytest.raises(UsageError, match="differs in recipe bits"):
-        quantize(plan_quantization(source, replace(recipe, bits=3), report="none"), target, CPU)
-    quantize(plan_quantization(source, recipe, report="none"), target, CPU)
+        make(source, target, replace(recipe, bits=3))
+    make(source, target, recipe)
     assert [name.split(".")[2] for name in asked[10:]] == ["1"] * 7
     assert record.digests(target.iterdir()) == record.digests(whole.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
@@ -178,7 +180,8 @@ def test_finished_blocks_are_not_solved_again(
 def test_the_work_folder_can_be_chosen(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "solve_copies", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        quantize(plan_quantization(source, RECIPE, report="none"), tmp_path / "out", CPU, work_folder=tmp_path / "work")
+        target = OutputTarget(tmp_path / "out", work_dir=tmp_path / "work")
+        quantize(plan_quantization(source, RECIPE, UNMEASURED), target, CPU)
     assert json.loads((tmp_path / "work" / "run.json").read_text())["recipe"]["bits"] == 4
 
 
@@ -198,7 +201,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     source, target = random_model(tmp_path / "source", hidden_size=64, num_hidden_layers=6), tmp_path / "out"
     arguments = ["quantize", str(source), "--group", "32", "--samples", "32", "--report", "none", "--overwrite", "-q"]
     command = [sys.executable, "-m", "mycli.cli", *arguments, "--seq", "64", "-o", str(target)]
-    work, chance = default_work_folder(target), random.Random(0)
+    work, chance = OutputTarget(target).work_folder, random.Random(0)
 
     def start() -> "subprocess.Popen[bytes]":
         return ForkedProcess(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)

@@ -7,9 +7,11 @@ import pytest
 
 from mycli.quant.planning.grouping import solved_together
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.recipe import Recipe
 from mycli.runtime.hub.resolve import Source
 from tests.support.models import random_model
+from tests.support.quantizing import UNMEASURED
 
 DATA = Recipe("gptq", group=32, samples=8, seq=48)
 
@@ -24,8 +26,8 @@ def test_copies_with_the_same_windows_that_fit_in_memory_are_solved_together(tmp
         replace(DATA, tune=True),
         replace(DATA, samples=16),
     ]
-    works = [plan_quantization(source, recipe, report="none") for recipe in [*recipes, replace(DATA, bits=3)]]
+    works = [plan_quantization(source, recipe, UNMEASURED) for recipe in [*recipes, replace(DATA, bits=3)]]
     assert solved_together(works) == [[0, 2, 5], [1], [3], [4]]
     both = works[0].need.host + works[2].need.host
-    limited = [replace(work, memory_limit=both) for work in works]
+    limited = [replace(work, settings=PlanSettings("none", max_ram=both)) for work in works]
     assert solved_together(limited) == [[0, 2], [1], [3], [4], [5]]

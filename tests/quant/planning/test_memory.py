@@ -21,6 +21,7 @@ from mycli.quant.planning.memory import (
     observed_values,
     trained_values,
 )
+from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.rounding.rows import BLOCK_ROWS
@@ -44,21 +45,23 @@ from mycli.quant import quality_report
 from mycli.quant.planning import plan as planning
 from mycli.quant.pipeline import choose_widths, quantize
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
 planning.QUICK_TOKENS = quality_report.QUICK_TOKENS = 1024  # the peak is of the logits of a slice
-recipe, report = json.loads(sys.argv[2]), sys.argv[4]
+recipe, settings = json.loads(sys.argv[2]), PlanSettings(sys.argv[4])
 source, target = Source("x", Path(sys.argv[1]), None, None), Path(sys.argv[3])
 cpu = Placement(torch.device("cpu"), torch.float32)
-work = plan_quantization(source, Recipe(**recipe), report=report)
+work = plan_quantization(source, Recipe(**recipe), settings)
 need = work.need.host
 reset_peak()
 before = resident()
 if work.recipe.target_bpw is not None:
-    work = plan_quantization(source, choose_widths(work, cpu, target), report=report)
-quantize(work, target, cpu)
+    work = plan_quantization(source, choose_widths(work, cpu, target), settings)
+quantize(work, OutputTarget(target), cpu)
 assert "torch._dynamo" not in sys.modules, "torch's compiler, 150 MiB, was imported for nothing"
 print(json.dumps([need, peak_resident() - before]))
 """
@@ -71,17 +74,17 @@ def work(**changes: object) -> QuantizationWork:
 
 
 def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
-    free = fitting_need(work(), False, 4096, None, None)
+    free = fitting_need(work(), 4096, PlanSettings())
     assert free == need(work(), False, 4096)
-    bounded = fitting_need(work(), False, 4096, free.host - 1, None)
+    bounded = fitting_need(work(), 4096, PlanSettings(max_ram=free.host - 1))
     assert bounded.at_once < 4096 and bounded.host < free.host
     with pytest.raises(ResourceError, match="1 MiB of main memory is too small") as refused:
-        fitting_need(work(), False, 4096, 1 << 20, None)
+        fitting_need(work(), 4096, PlanSettings(max_ram=1 << 20))
     least = refused.value.data["mib"]
     assert isinstance(least, int)
-    assert fitting_need(work(), False, 4096, least << 20, None).host <= least << 20
+    assert fitting_need(work(), 4096, PlanSettings(max_ram=least << 20)).host <= least << 20
     with pytest.raises(ResourceError):
-        fitting_need(work(), False, 4096, (least - 1) << 20, None)
+        fitting_need(work(), 4096, PlanSettings(max_ram=(least - 1) << 20))
 
 
 @pytest.mark.parametrize("seq, context", [(128, 512), (512, 128), (512, 512)])
@@ -89,17 +92,17 @@ def test_the_batch_is_halved_as_long_as_that_needs_less(seq: int, context: int) 
     limited = work(seq=seq, context=context, tokens=0, sensitivity_tokens=2048, measured=512)
     least = need(limited, False, 1).host
     assert least < need(limited, False, 4096).host
-    assert fitting_need(limited, False, 4096, least, None).host == least
+    assert fitting_need(limited, 4096, PlanSettings(max_ram=least)).host == least
     with pytest.raises(ResourceError) as refused:
-        fitting_need(limited, False, 4096, least - 1, None)
+        fitting_need(limited, 4096, PlanSettings(max_ram=least - 1))
     assert refused.value.data["mib"] == math.ceil(least / 2**20)
 
 
 def test_inputs_are_kept_where_there_is_room() -> None:
-    keeping, plain = (fitting_need(work(keeps_inputs=keeps), False, 4096, None, None) for keeps in (True, False))
+    keeping, plain = (fitting_need(work(keeps_inputs=keeps), 4096, PlanSettings()) for keeps in (True, False))
     assert keeping.keeps_inputs and keeping.host > plain.host
-    assert fitting_need(work(keeps_inputs=True), False, 4096, keeping.host, None) == keeping
-    assert fitting_need(work(keeps_inputs=True), False, 4096, keeping.host - 1, None) == plain
+    assert fitting_need(work(keeps_inputs=True), 4096, PlanSettings(max_ram=keeping.host)) == keeping
+    assert fitting_need(work(keeps_inputs=True), 4096, PlanSettings(max_ram=keeping.host - 1)) == plain
     assert not need(work(keeps_inputs=True), True, 4096).keeps_inputs, "a GPU has none"
 
 
@@ -192,9 +195,9 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
     on_gpu = need(work(), True, 4096)
     more = need(work(tokens=256 * 256), True, 4096)
     assert more.device == on_gpu.device and more.host - on_gpu.host == 3 * 4 * 128 * 256 * 512
-    assert fitting_need(work(), True, 4096, None, on_gpu.device - 1).at_once < 4096
+    assert fitting_need(work(), 4096, PlanSettings(gpu=True, max_vram=on_gpu.device - 1)).at_once < 4096
     with pytest.raises(ResourceError, match="GPU memory"):
-        fitting_need(work(), True, 4096, None, 1 << 20)
+        fitting_need(work(), 4096, PlanSettings(gpu=True, max_vram=1 << 20))
 
 
 NARROW = {**WIDE, "intermediate_size": 1024}

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product as combinations
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mycli.cli.main import main
 from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.pipeline import choose_widths, copy_shares, quantize
+from mycli.quant.pipeline import choose_widths, copy_shares
 from mycli.quant.planning import mixed_precision as allocate
 from mycli.quant.planning.mixed_precision import Share
 from mycli.quant.planning.plan import plan_quantization
@@ -25,6 +26,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import BITS
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
+from tests.support.quantizing import UNMEASURED, make
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -51,8 +53,8 @@ def planted(tmp_path: Path) -> Path:
 def test_the_loss_of_outlying_columns_counts_unless_they_are_balanced(tmp_path: Path, planted: Path) -> None:
     def losses(folder: Path, balances: bool) -> list[float]:
         recipe = Recipe("gptq", 4, 32, samples=8, seq=32)
-        copy = plan_quantization(Source("draft", folder), recipe, report="none")
-        shares = copy_shares(copy, tmp_path / "low", CPU, 4, silent, balances=balances)
+        copy = plan_quantization(Source("draft", folder), recipe, UNMEASURED)
+        shares = copy_shares(replace(copy, balances=balances), tmp_path / "low", CPU, 4, silent)
         return [share.loss[3] for share in shares]
 
     plain = losses(DRAFT, True)
@@ -63,7 +65,7 @@ def test_the_loss_of_outlying_columns_counts_unless_they_are_balanced(tmp_path: 
 def test_widths_are_chosen_for_the_balanced_model(tmp_path: Path, planted: Path) -> None:
     recipe = Recipe("gptq", group=32, target_bpw=3.9, samples=8, seq=32)
     plain, chosen = (
-        choose_widths(plan_quantization(Source("draft", folder), recipe, report="none"), CPU, tmp_path / "out")
+        choose_widths(plan_quantization(Source("draft", folder), recipe, UNMEASURED), CPU, tmp_path / "out")
         for folder in (DRAFT, planted)
     )
     assert chosen.widths == plain.widths
@@ -71,11 +73,7 @@ def test_widths_are_chosen_for_the_balanced_model(tmp_path: Path, planted: Path)
 
 def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
     """Half of gradient times change is the divergence itself, as far as that is quadratic."""
-    quantize(
-        plan_quantization(Source("draft", DRAFT, None, None), Recipe("rtn", 4, 64), report="none"),
-        tmp_path / "low",
-        CPU,
-    )
+    make(Source("draft", DRAFT, None, None), tmp_path / "low", Recipe("rtn", 4, 64))
     model, low = StreamedModel(open_model_folder(DRAFT), CPU), StreamedModel(open_model_folder(tmp_path / "low"), CPU)
     windows = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
     shares = allocate.measure_shares(model, low, windows)

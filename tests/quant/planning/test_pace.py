@@ -7,10 +7,12 @@ import torch
 
 from mycli.quant.planning import pace
 from mycli.quant.planning.pace import choosing_seconds, expected_seconds
-from mycli.quant.planning.plan import Report, plan_quantization
+from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.settings import PlanSettings, Report
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import resolve
+from tests.support.quantizing import UNMEASURED
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 SMALL = Recipe(samples=8, seq=64)
@@ -22,7 +24,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(recipe: Recipe, report: Report = "none") -> float:
-    return expected_seconds(plan_quantization(resolve("pico", offline=True), recipe, report=report), CPU)
+    return expected_seconds(plan_quantization(resolve("pico", offline=True), recipe, PlanSettings(report)), CPU)
 
 
 def test_solving_grows_with_the_cube_of_the_size_and_with_the_rows() -> None:
@@ -63,5 +65,5 @@ def test_transforms_and_tuning_take_longer(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_choosing_widths_takes_a_copy_and_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "_seconds", lambda task: (task(), 1e-3)[1])
-    work = plan_quantization(resolve("pico", offline=True), replace(SMALL, target_bpw=3.5), report="none")
+    work = plan_quantization(resolve("pico", offline=True), replace(SMALL, target_bpw=3.5), UNMEASURED)
     assert told(replace(SMALL, bits=3)) < choosing_seconds(work, CPU) < 10 * told(replace(SMALL, bits=3))

@@ -8,14 +8,12 @@ import pytest
 
 from mycli.quant import solvers, transforms
 from mycli.quant.declarations import declared
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe, method_help, methods
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
-from tests.support.models import CPU
 from tests.support.paths import DRAFT
+from tests.support.quantizing import make
 from tests.support.sources import name, sources, tree
 
 TOY = """
@@ -41,8 +39,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_solver_file_is_a_method(toy: str, tmp_path: Path) -> None:
     assert toy in methods() and "toy: every code is the zero level" in method_help()
     recipe = Recipe(toy, 4, solvers.spec(toy).group)
-    plan = plan_quantization(Source("draft", DRAFT, None, None), recipe, report="none")
-    outcome = quantize(plan, tmp_path / "out", CPU)
+    outcome = make(Source("draft", DRAFT, None, None), tmp_path / "out", recipe)
     assert {layer.error for layer in outcome.layers} == {1.0}
     packings = open_model_folder(tmp_path / "out").packings
     assert {packing.name for packing in packings.values()} == {"int4-g32"}

@@ -14,6 +14,7 @@ from mycli.quant.output.work_folder import Solved
 from mycli.quant.pipeline import code_notes, quantize
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
 from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_model
@@ -23,6 +24,7 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.models import CPU, shorten_report
 from tests.support.paths import DRAFT
+from tests.support.quantizing import UNMEASURED, make
 from tests.support.rounding import rounded
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -126,8 +128,8 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_report(monkeypatch, 2048)
     recipe = Recipe(bits=3, group=64, samples=4 * HELD_OUT_EVERY, seq=64)
-    plain = quantize(plan_quantization(SOURCE, recipe), tmp_path / "plain", CPU)
-    tuned = quantize(plan_quantization(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)
+    plain = make(SOURCE, tmp_path / "plain", recipe, "quick")
+    tuned = make(SOURCE, tmp_path / "tuned", Recipe(**{**vars(recipe), "tune": True}), "quick")
     told = json.loads((tmp_path / "tuned" / "mycli.json").read_text())["tuning"]
     assert told["after"] <= told["before"] and any("tuning" in note for note in tuned.notes)
     assert json.loads((tmp_path / "plain" / "mycli.json").read_text())["tuning"] is None
@@ -140,6 +142,6 @@ def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path, monkeypatch: py
 def test_too_little_to_judge_by_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tuning needs calibration"):
         plan_quantization(SOURCE, Recipe("rtn", tune=True))
-    few = plan_quantization(SOURCE, Recipe(group=64, samples=HELD_OUT_EVERY - 1, seq=64, tune=True), report="none")
+    few = plan_quantization(SOURCE, Recipe(group=64, samples=HELD_OUT_EVERY - 1, seq=64, tune=True), UNMEASURED)
     with pytest.raises(UsageError, match="windows"):
-        quantize(few, tmp_path / "few", CPU)
+        quantize(few, OutputTarget(tmp_path / "few"), CPU)

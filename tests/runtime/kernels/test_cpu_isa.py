@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mycli.quant.pipeline import quantize
-from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.system import Cpu, cpu
 from mycli.runtime.errors import Declined, UsageError
@@ -16,8 +14,8 @@ from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.cpu.library import build, isa
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from tests.benchmarks.untied_head import untie
-from tests.support.models import CPU
 from tests.support.paths import ROOT
+from tests.support.quantizing import make
 
 HASWELL = frozenset(("avx2", "fma", "f16c"))
 ALDER_LAKE = HASWELL | {"avx_vnni"}
@@ -104,7 +102,7 @@ def test_a_packed_model_has_the_same_logits_with_every_set(tmp_path: Path) -> No
     """Every product of the model is packed, and each cache is read. Sets that were never used are compiled first."""
     untie(tmp_path / "untied")
     source = Source("untied", tmp_path / "untied", None, None)
-    quantize(plan_quantization(source, Recipe(method="rtn", head="int8")), tmp_path / "packed", CPU)
+    make(source, tmp_path / "packed", Recipe(method="rtn", head="int8"), "quick")
     command = [sys.executable, "-m", "tests.benchmarks.logits_hash", str(tmp_path / "packed"), "--sequences", "2"]
     sets = [name for name, instructions in isa.SETS.items() if instructions.on(cpu().flags)]
     found = {}
