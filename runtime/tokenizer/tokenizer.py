@@ -64,17 +64,19 @@ class Tokenizer:
         vocabulary: Sequence[str | None],
         added: Sequence[AddedToken],
         decoder: Any,
-        special_tokens: Mapping[str, str],
+        settings: Fields,
         template: ChatTemplate | None,
-        response_template: Fields | None = None,
-        add_eos: bool = False,
-        fim_names: Mapping[str, str] | None = None,
-        has_types: bool = True,
     ) -> None:
+        """`settings`: of tokenizer_config.json."""
         self.vocabulary = vocabulary
         self.template = template
-        self._special_tokens = special_tokens
-        self.response_template = response_template
+        self._special_tokens = special_tokens = special_tokens_map(settings)
+        response_template = settings.values.get("response_template")
+        self.response_template: Fields | None = None
+        if isinstance(response_template, dict):
+            self.response_template = Fields(response_template, "tokenizer_config.json: response_template")
+        fim_names = [name for name in FIM_NAMES if isinstance(settings.values.get(name), str | dict)]
+        self._fim_names = special_tokens_map(settings, fim_names)
         self._encoder = encoder
         self._control = ControlTokens(added, encoder.normalize)
         self._detokenizer = Detokenizer(vocabulary, {token.id for token in added if token.special}, decoder)
@@ -83,9 +85,8 @@ class Tokenizer:
         # A control token, but also that of characters which the vocabulary lacks.
         self._unknown = self._id(special_tokens.get("unk_token"))
         self.eos: tuple[int, ...] = () if eos is None else (eos,)
-        self._add_eos = add_eos
-        self._fim_names = fim_names or {}
-        self._has_types = has_types
+        self._add_eos = settings.values.get("add_eos_token") is True
+        self._has_types = _names_types(settings)
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, lower: bool = False) -> "Tokenizer":
@@ -139,22 +140,7 @@ class Tokenizer:
             if index != token.id:
                 problem = f"gives {token.content!r:.60} id {token.id}, but the library assigns {index}"
                 raise raw.fail("added_tokens", problem)
-        response_template = settings.values.get("response_template")
-        fim_names = [name for name in FIM_NAMES if isinstance(settings.values.get(name), str | dict)]
-        return cls(
-            encoder,
-            vocabulary,
-            added,
-            raw.values.get("decoder"),
-            special_tokens_map(settings),
-            template,
-            Fields(response_template, "tokenizer_config.json: response_template")
-            if isinstance(response_template, dict)
-            else None,
-            settings.values.get("add_eos_token") is True,
-            special_tokens_map(settings, fim_names),
-            _names_types(settings),
-        )
+        return cls(encoder, vocabulary, added, raw.values.get("decoder"), settings, template)
 
     def use_template(self, options: TemplateOptions) -> None:
         """Render conversations as `options` says. Raises UsageError if the model has no such template."""
