@@ -86,7 +86,7 @@ def serve(
         model = _single(models or (), engine)
         _refuse_own_options(engine, address, reasoning, templates, several, loading, prefix_cache)
         named = replace(settings, names=settings.names or (Path(model).name,))
-        start(call, engine, model, config, named, address.host, address.port, other.ranks)
+        start(call, engine, model, config, named, address, other.ranks)
     _require()
     log = call.out.detail if address.log_format is None else call.out.log
     if not address.supervised and _is_for_several(models or (), several):

@@ -18,6 +18,7 @@ from typing import Annotated
 
 from mycli.cli.command import Call
 from mycli.cli.flags import options
+from mycli.cli.flags.address import AddressFlags
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.nvml import Gpu, gpus
 from mycli.runtime.diagnostics.vllm_tp import obstacles
@@ -160,8 +161,7 @@ def start(
     model: str,
     config: EngineConfig,
     settings: ServerSettings,
-    host: str,
-    port: int,
+    address: AddressFlags,
     ranks: int,
 ) -> None:
     """Replace this process by the other server; does not return.
@@ -189,7 +189,7 @@ def start(
             hint = f"mycli estimate {shlex.quote(model)} --tp {ranks} lists all reasons; --device cpu tries anyway"
             raise ModelError(f"{model} cannot be split over {ranks} GPUs: {problem}", hint)
         call.out.warn(f"{engine.title} may refuse it: {problem}")
-    launch = replace(_plan(folder, config, settings, visible[:ranks], ranks), host=host, port=port)
+    launch = replace(_plan(folder, config, settings, visible[:ranks], ranks), host=address.host, port=address.port)
     arguments, environment = engine.call(launch)
     command = [executable, *arguments]
     if call.out.json_mode:
