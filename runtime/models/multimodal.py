@@ -128,15 +128,7 @@ class TextPart:
             ropes = {name: values[name] for name in ("rope_parameters", "rope_scaling") if name in values}
             values |= {name: _plain_rope(rope) for name, rope in ropes.items()}
             values[MULTIMODAL] = {"model_type": outer_type, **_image_positions(raw, ropes.values())}
-        if stored == "glm_ocr_text":  # has no biases, whatever the config says
-            values["attention_bias"] = False
-        if stored == "internlm2":
-            values["attention_bias"] = values.pop("bias", True)
-        if stored == "ernie4_5_vl_moe_text":
-            pairs = {key: values[key] for key in _ERNIE_PAIRS if isinstance(values.get(key), list)}
-            values |= {key: pair[0] for key, pair in pairs.items() if pair}
-        if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
-            values["norm_topk_prob"] = True
+        _correct(values, stored)
         values.pop("architectures", None)
         values.pop("auto_map", None)  # code for the whole model, with which transformers would read a copy
         if model_type in ARCHITECTURES:
@@ -167,6 +159,19 @@ class TextPart:
             if stored.startswith(prefix):
                 return text_prefix + stored.removeprefix(prefix)
         return None
+
+
+def _correct(values: dict[str, Any], stored: str) -> None:
+    """Set what the classes of a text model read from other keys, or ignore."""
+    if stored == "glm_ocr_text":  # has no biases, whatever the config says
+        values["attention_bias"] = False
+    if stored == "internlm2":
+        values["attention_bias"] = values.pop("bias", True)
+    if stored == "ernie4_5_vl_moe_text":
+        pairs = {key: values[key] for key in _ERNIE_PAIRS if isinstance(values.get(key), list)}
+        values |= {key: pair[0] for key, pair in pairs.items() if pair}
+    if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
+        values["norm_topk_prob"] = True
 
 
 def _norm_head(model_type: str, raw: Fields) -> Literal["columns", "rows"] | None:
