@@ -21,6 +21,8 @@ _LENGTHS = ("minItems", "maxItems", "minLength", "maxLength", *PROPERTY_COUNTS)
 _DIGITS = re.compile(r"[0-9]{1,18}")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?")
+_STRINGS = ("pattern", "format", "$ref")
+_LISTS = (*MERGED_LISTS, "prefixItems", "enum", "required")
 
 
 def normalize_schema(node: Any) -> Any:
@@ -47,6 +49,23 @@ def normalize_schema(node: Any) -> Any:
         elif not _states_nothing(key, value):
             result[key] = _as_meant(key, value) if isinstance(value, str) else _inner(key, value)
     return _with_null(result) if result.pop("nullable", None) is True else result
+
+
+def value_problem(key: str, value: Any) -> str:
+    """Return why no keyword `key` has this value, whatever the type next to it; "" if it may."""
+    if key in _STRINGS and not isinstance(value, str):
+        return "must be a string"
+    if key in _LENGTHS and (not isinstance(value, int) or value < 0):
+        return "must be an integer of at least 0"
+    if key in _BOUNDS and not isinstance(value, int | float):
+        return "must be a number"
+    if key in _LISTS and not isinstance(value, list):
+        return "must be a list"
+    if key in SCHEMA_MAPS and not isinstance(value, Mapping):
+        return "must be an object"
+    if key == "type" and not all(isinstance(kind, str) for kind in (value if isinstance(value, list) else [value])):
+        return "must be a string or a list of strings"
+    return ""
 
 
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -245,6 +245,7 @@ class GrammarCompiler:
         loosened = tuple(path for schema in schemas for path in schema.loosened)
         whole = self._rules.after(prelude, source)
         grammar = Grammar(whole, kind, self._table, self._symbols, loosened, self._reasoning(prelude), free)
+        grammar.fault = next((schema.fault for schema in schemas if schema.fault), "")
         # `cheap`: all that the request wrote is in `schemas`, whose cost is known; other sources are probed first.
         light = cheap and schemas and not any(schema.patterns for schema in schemas)
         if light and sum(schema.nodes for schema in schemas) <= FREE_NODES:
@@ -284,6 +285,7 @@ class Grammar:
         `loosened`: paths of the schema's keywords that were left out; `free`: any text that is not blank matches.
         """
         self.kind, self.loosened = kind, tuple(loosened)
+        self.fault = ""  # of the schema, as in `PreparedSchema`
         self.field = kind  # of the request that holds the source, if that is another
         self.values: int | None = None  # scalar values of a reply, if a schema bounds them
         # The output format alone, if calls are an alternative to it: an error in it is reported under its own field.
@@ -318,6 +320,8 @@ class Grammar:
                 cause = fault[1]  # the rest quotes the library's internal grammar
             if cause in ("", "NoExtension", "NoExtensionBias"):
                 cause = "nothing can match"
+            if self.fault and re.match(r"Expected .+ for '|.+ must be ", cause):
+                raise _unusable(self.kind, self.fault)  # the compiler does not say where
             message = f"{self.kind}: {cause:.300}"
             raise UsageError(message, "use a simpler one, or one that can match")
         tags = self._reasoning

@@ -18,6 +18,7 @@ from mycli.runtime.sampling.grammars.dialects import (
     SCHEMA_LISTS,
     SCHEMA_MAPS,
     normalize_schema,
+    value_problem,
 )
 from mycli.runtime.sampling.grammars.patterns import rust_pattern
 from mycli.runtime.sampling.grammars.references import References, quoted
@@ -66,12 +67,16 @@ _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are no
 
 @dataclass(frozen=True)
 class PreparedSchema:
-    """A schema for the compiler; `loosened`: paths of keywords that were left out; `nodes`: its estimated cost."""
+    """A schema for the compiler; `loosened`: paths of keywords that were left out; `nodes`: its estimated cost.
+
+    `fault`: path and problem of the first value of a wrong type, which the compiler ignores or names without its path.
+    """
 
     schema: Mapping[str, Any]
     loosened: tuple[str, ...]
     nodes: int
     patterns: bool
+    fault: str = ""
 
 
 def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSchema:
@@ -83,7 +88,8 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
     cost = _Cost(schema)
     nodes = cost.total()
     rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema), References(schema))
-    return PreparedSchema(rewriter.rewrite(), tuple(rewriter.loosened), nodes, cost.patterns)
+    rewritten = rewriter.rewrite()
+    return PreparedSchema(rewritten, tuple(rewriter.loosened), nodes, cost.patterns, rewriter.fault)
 
 
 def count_values(schema: Any) -> int | None:
@@ -195,6 +201,7 @@ class _Rewriter:
     closed: bool
     references: References
     loosened: list[str] = field(default_factory=list)
+    fault: str = ""
     _open: dict[str, str] = field(default_factory=dict)  # name of the open copy of a reference's target
     _copies: dict[str, Any] = field(default_factory=dict)
 
@@ -210,6 +217,8 @@ class _Rewriter:
     def _node(self, node: Any, path: str, merged: bool) -> Any:
         """`merged`: the node is combined with others, so it stays open: they may name further properties."""
         if not isinstance(node, Mapping):
+            if not isinstance(node, bool):
+                self._note(path, "must be an object, true or false")
             return node
         if "not" in node and node["not"] in ({}, True):
             return False  # as zod writes a property that must be absent
@@ -217,6 +226,7 @@ class _Rewriter:
         result: dict[str, Any] = {}
         for key, value in node.items():
             place = f"{path}/{key}"
+            self._note(place, value_problem(key, value))
             if key in DEFINITIONS and isinstance(value, Mapping):
                 result[key] = {name: self._node(part, f"{place}/{name}", False) for name, part in value.items()}
             elif key in SCHEMA_MAPS and isinstance(value, Mapping):
@@ -247,6 +257,10 @@ class _Rewriter:
         except ValueError as error:
             self._refuse(place, str(error))
             return _LEFT_OUT
+
+    def _note(self, place: str, problem: str) -> None:
+        if problem and not self.fault:
+            self.fault = f"{place} {problem}"
 
     def _refuse(self, place: str, problem: str) -> None:
         if self.strict:

@@ -216,6 +216,39 @@ def test_what_is_no_schema_is_refused(pico: Tokenizer, text: str) -> None:
         Grammar.from_schema(text, "s.json", pico, frozenset(pico.eos))
 
 
+MISFITS = [
+    ({"type": "string", "minLength": "x"}, "/minLength must be an integer of at least 0"),
+    ({"type": "array", "maxItems": -1}, "/maxItems must be an integer of at least 0"),
+    ({"type": "number", "minimum": "low"}, "/minimum must be a number"),
+    ({"type": "number", "multipleOf": "x"}, "/multipleOf must be a number"),
+    ({"type": "string", "pattern": 5}, "/pattern must be a string"),
+    ({"$ref": 5}, "/$ref must be a string"),
+    ({"type": ["string", 5]}, "/type must be a string or a list of strings"),
+    ({"anyOf": {}}, "/anyOf must be a list"),
+    ({"properties": 5}, "/properties must be an object"),
+    ({"oneOf": [{"type": "null"}, 5]}, "/oneOf/1 must be an object, true or false"),
+    ("string", " must be an object, true or false"),
+]
+
+
+@pytest.mark.parametrize(("part", "problem"), MISFITS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_value_of_a_wrong_type_is_refused_with_its_path(
+    pico: Tokenizer, part: Any, problem: str, strict: bool
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": part}}}
+    with pytest.raises(UsageError) as refused:
+        GrammarCompiler(pico, frozenset(pico.eos)).schema(json.dumps(schema), "schema", strict=strict).compile()
+    assert refused.value.message == f"schema: not a usable JSON schema: #/properties/a/items{problem}"
+
+
+def test_a_value_of_a_wrong_type_that_applies_to_nothing_is_ignored(pico: Tokenizer) -> None:
+    schema = {"type": "integer", "minimum": 5, "maximum": 7, "pattern": 5}
+    grammar = GrammarCompiler(pico, frozenset(pico.eos)).schema(json.dumps(schema), "schema")
+    grammar.compile()
+    assert grammar.ready
+
+
 @pytest.mark.parametrize("pattern", ["", "[", "(?=a)b", r"(a)\1", r"\ba", "x" * (MAX_SOURCE + 1)])
 def test_bad_expression_refused(pico: Tokenizer, pattern: str) -> None:
     with pytest.raises(UsageError, match="regular expression"):
