@@ -24,6 +24,7 @@ _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 _EMBEDDING_PARTS = {".lora_embedding_A": ".lora_B.weight", ".lora_embedding_B": ".lora_A.weight"}
 _BASE = ".base_layer.weight"  # PEFT saves embedding and head, if they have an update, as they were below it
+_TRAINED_BIAS = ".base_layer.bias"  # of an updated linear, with bias="lora_only" or "all"
 _MAGNITUDE = ".lora_magnitude_vector"
 _MLX_PARTS = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight", ".m": _MAGNITUDE}
 _TOKENS = ("model.embed_tokens", "lm_head")
@@ -150,9 +151,9 @@ def _match_tensors(
             raise ModelError(
                 f"{ADAPTER_WEIGHTS}: {plain:.100}: not part of a low-rank update, which alone is supported", ""
             )
-        if plain.endswith(_BASE):
-            module = plain.removesuffix(_BASE)
-            plain = f"{module}.weight"
+        if plain.endswith((_BASE, _TRAINED_BIAS)):
+            module, _, part = plain.rpartition(".base_layer.")
+            plain = f"{module}.{part}"
         if rename(plain if suffix is None else f"{module}.weight") is None:
             unused.append(module)
         elif suffix is None:

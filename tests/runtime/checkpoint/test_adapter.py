@@ -101,6 +101,25 @@ def test_updates_of_conv1d_are_those_of_peft(tmp_path: Path) -> None:
         open_model_folder(tmp_path / "hf").with_adapter("tuned", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("biases", ["lora_only", "all"])
+def test_trained_biases_are_those_of_peft(tmp_path: Path, biases: Any) -> None:
+    import peft  # takes a second
+
+    reference = make(tmp_path / "hf", *CASES["qwen2-biases"])
+    tuned = peft.get_peft_model(reference, peft.LoraConfig(r=4, target_modules=["q_proj"], bias=biases))
+    generator = torch.Generator().manual_seed(2)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    tuned.save_pretrained(tmp_path / "adapter")
+    folder = open_model_folder(tmp_path / "hf").with_adapter("tuned", tmp_path / "adapter")
+    tokens = torch.randint(3, 97, (1, 20), generator=generator)
+    with torch.no_grad():
+        expected = tuned.eval()(tokens).logits
+    actual = whole(load_model(folder, CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_ranks_differ_by_module(model: Path, tmp_path: Path) -> None:
     tensors = tensors_for(model, QUERIES, DOWN, ranks={DOWN: 2})
     folder = write_adapter(tmp_path / "a", tensors, rank_pattern={"mlp.down_proj": 2})
