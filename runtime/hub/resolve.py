@@ -8,6 +8,7 @@ import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ from mycli.runtime.utils.json_fields import read_object
 
 if TYPE_CHECKING:  # see `_find_stored`
     from mycli.runtime.hub.other_stores import StoredModel
+
+_MAX_ENTRIES = 10_000  # of a folder that is searched for a name
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,8 @@ def _resolve_path(model: str) -> Source:
         raise ModelError(f"{model}: neither a folder nor a regular file", code="list-models")
     if not folder.is_dir():
         _require_finished(model)
-        raise NotFoundError(f"{model}: no such {'file' if folder.suffix == GGUF else 'folder'}", code="list-models")
+        kind = "file" if folder.suffix == GGUF else "folder"
+        raise NotFoundError(f"{model}: no such {kind}{_suggestion(_similar_paths(model))}", code="list-models")
     if (folder / "config.json").exists():
         return Source(model, folder)
     if ggufs := store.gguf_files_in(folder):
@@ -273,7 +277,26 @@ def _did_you_mean(model: str) -> str:
     close = [known[key] for key in known if untagged in (key, key.rpartition("/")[2])]
     close = close or [known[key] for key in difflib.get_close_matches(untagged, known, 3, 0.7)]
     close = [candidate for candidate in close if candidate != name]
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return _suggestion(close or _similar_paths(model))
+
+
+def _similar_paths(model: str) -> list[str]:
+    # The model whose file or folder is named most like the path `model`, spelled as that path is.
+    import difflib
+
+    path = expand_user(model)
+    try:
+        entries = list(islice(path.parent.iterdir(), _MAX_ENTRIES))
+    except OSError:
+        return []
+    models = (entry.name for entry in entries if entry.suffix == GGUF or (entry / "config.json").is_file())
+    known = {name.lower(): name for name in models}
+    prefix = model.rstrip("/").removesuffix(path.name)
+    return [prefix + known[name] for name in difflib.get_close_matches(path.name.lower(), known, 1, 0.8)]
+
+
+def _suggestion(names: list[str]) -> str:
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def custom_code_warning(folder: Path) -> str:

@@ -122,6 +122,27 @@ def test_a_misspelt_name_gets_the_closest(name: str, suggestion: str) -> None:
     assert isinstance(error, NotFoundError) and f"did you mean {suggestion}" in error.message
 
 
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("model.ggu", "model.gguf"),
+        ("./model.ggu", "./model.gguf"),
+        ("Modell.gguf", "model.gguf"),
+        ("folder/my-modle", "folder/my-model"),
+        ("./folder/my-modle/", "./folder/my-model"),
+        ("./folder/models/model.ggu", None),
+        ("model.txt", None),
+        ("./notes", None),
+    ],
+)
+def test_a_misspelt_path_gets_the_closest(folders: Path, name: str, suggestion: str | None) -> None:
+    (folders / "work" / "model.gguf").touch()
+    (folders / "work" / "notes.md").touch()
+    model(folders / "work" / "folder" / "my-model")
+    message = failure(name).message
+    assert message.endswith(f"; did you mean {suggestion}?") if suggestion else "did you mean" not in message
+
+
 def test_an_ambiguous_name_says_how_to_write_each(folders: Path) -> None:
     model(folders / "work" / "pico")
     error = failure("pico")
