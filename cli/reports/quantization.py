@@ -81,8 +81,9 @@ def _output_error(errors: Sequence[LayerError]) -> str | None:
 
 
 def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
+    kind = "file" if outcome.folder.is_file() else "folder"
     answer = {
-        "folder": str(outcome.folder),
+        kind: str(outcome.folder),
         "size": asdict(outcome.size),
         "card": outcome.report.record,
         "layers": [asdict(layer) for layer in outcome.layers],
@@ -93,7 +94,7 @@ def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -
     size, report, output_error = outcome.size, outcome.report, _output_error(errors)
     worst = sorted(errors, key=lambda layer: layer.error, reverse=True)[:WORST]
     rows = [
-        ("file" if outcome.folder.is_file() else "folder", str(outcome.folder)),
+        (kind, str(outcome.folder)),
         ("size", f"{human_bytes(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
         ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         *([] if report.evaluation is None else quality_rows(report.evaluation)),

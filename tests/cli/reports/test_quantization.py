@@ -59,18 +59,20 @@ def test_the_output_error_is_the_mean_of_the_layers_that_have_one() -> None:
 
 
 @pytest.mark.parametrize("label", ["file", "folder"])
-def test_the_card_says_whether_the_result_is_a_file(tmp_path: Path, label: str) -> None:
+def test_card_and_json_say_whether_the_result_is_a_file(tmp_path: Path, label: str) -> None:
     target = tmp_path / "result"
     if label == "file":
         target.write_bytes(b"GGUF")
     cards: list[list[tuple[str, str]]] = []
-    out = SimpleNamespace(answered=lambda answer: False, card=lambda title, rows: cards.append(rows))
+    answers: list[dict[str, Any]] = []
+    out = SimpleNamespace(answered=answers.append, card=lambda title, rows: cards.append(rows))
     report = SimpleNamespace(record={}, evaluation=None, calls=None, head=None, activations=None)
     size = Size(8, 8, 8.0, 8, 4.0)
     result: Any = SimpleNamespace(folder=target, size=size, report=report, layers=(), notes=())
     call: Any = SimpleNamespace(out=out)
     show_outcome(call, result, [])
     assert cards[0][0] == (label, str(target))
+    assert {key: answers[0][key] for key in ("file", "folder") if key in answers[0]} == {label: str(target)}
 
 
 def test_a_plan_names_the_steps_in_order() -> None:
