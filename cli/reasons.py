@@ -22,8 +22,8 @@ REASONS: Mapping[str, str] = {
     "compiles-on-linux-only": "the library is compiled on Linux only, not on {system}",
     "compiler-timeout": "{compiler} took more than {seconds} s",
     "compiler-failed": "{compiler} failed: {error}",
-    "untrusted-library-folder": "{folder} {problem}, so its libraries cannot be trusted (run chmod 700 on it, "
-    "or set XDG_CACHE_HOME)",
+    "untrusted-library-folder": "{folder} {problem}, so its libraries cannot be trusted "
+    "(set XDG_CACHE_HOME to a folder of this user)",
     "unwritable-library-folder": "cannot write {folder}: {error} (set XDG_CACHE_HOME to a folder that can be written)",
     "system-error": "{error}",
     # what any kernel may need

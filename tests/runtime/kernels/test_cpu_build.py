@@ -169,6 +169,16 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_compiler_has_a_path_where_the_environment_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, 'echo "error: $(env | grep ^PATH=)" >&2; exit 1')))
+    monkeypatch.delenv("PATH")
+    with pytest.raises(BuildError, match=f"PATH={os.defpath}"):
+        compile_library(tmp_path / "cache")
+    monkeypatch.setenv("PATH", "/elsewhere:/bin")
+    with pytest.raises(BuildError, match="PATH=/elsewhere:/bin"):
+        compile_library(tmp_path / "cache")
+
+
 def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BuildError) as raised:

@@ -134,7 +134,10 @@ def _run_all(work: str, commands: Sequence[Sequence[str]]) -> None:
 def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]], stopped: Event) -> None:
     # A process group of its own: g++ starts the compiler proper, which would outlive it.
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=work, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    environment = {"PATH": os.defpath, **os.environ}  # g++ compiles without PATH, and then finds no linker
+    process = subprocess.Popen(
+        command, cwd=work, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
     running.append(process)
     if stopped.is_set():
         _kill(process)
