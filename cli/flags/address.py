@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_KEY_BYTES = 4096
 MAX_KEYS_BYTES = 1 << 22
+_HOST_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class AddressFlags:
 
     def resolve(self, call: Call) -> ServerSettings:
         """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""
+        _check_host(self.host)
         key = None if self.supervised else self._key(call)
         keys = () if self.supervised or self.keys_file is None else self._keys(call, self.keys_file)
         local = self.unix_socket is not None or _loopback(self.host)
@@ -166,6 +169,19 @@ class AddressFlags:
 def alias_names(aliases: Sequence[str] | None) -> tuple[str, ...]:
     """Return the names in the values of --alias, which may be separated by commas as in llama.cpp."""
     return tuple(name.strip() for value in aliases or () for name in value.split(","))
+
+
+def _check_host(host: str) -> None:
+    # Ollama's variable has the port in it, and llama.cpp's option takes the path of a socket.
+    if _HOST_NAME.fullmatch(host) and not host.endswith(".sock"):
+        return
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise UsageError(
+            f"--host {host:.100}: not an address",
+            "for example: --host 127.0.0.1 --port 8080, or --host ::1; for a socket: --unix-socket PATH",
+        ) from None
 
 
 def _loopback(host: str) -> bool:

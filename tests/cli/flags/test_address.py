@@ -56,6 +56,21 @@ def test_other_machines_need_one_unless_all_are_allowed(
     assert (supervised.key, supervised.keys) == (None, ()), "the server for several models has checked them"
 
 
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8080", "localhost:8080", "http://127.0.0.1", "[::1]", "/run/mycli.sock", "mycli.sock", "*", ""]
+)
+def test_what_is_no_address_is_refused_before_a_key_is_missing(host: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        resolved(host=host)
+    assert refused.value.message == f"--host {host}: not an address"
+    assert "--host 127.0.0.1 --port 8080" in refused.value.hint and "--unix-socket" in refused.value.hint
+
+
+def test_an_address_may_have_a_scope_and_a_name_any_letters() -> None:
+    assert resolved(host="fe80::1%eth0", open_to_all=True)[0].hosts == ("fe80::1%eth0",)
+    assert resolved(host="rechner-1.büro_2", open_to_all=True)[0].hosts == ("rechner-1.büro_2",)
+
+
 @pytest.mark.parametrize("text", ["one two", "one\ntwo", "grüß", "", " \n"])
 def test_a_key_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="one line of ASCII|is empty"):
