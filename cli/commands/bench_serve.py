@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "mycli bench serve pico --clients 1,4 -p 32 -n 8 -r 1",
-    "mycli bench serve http://127.0.0.1:8000 --clients 8 --shared 256  # needs the network",
-    "mycli bench serve Qwen/Qwen3-0.6B --rate 0.5,1,2 --slo ttft=500ms,tpot=50ms  # needs the network",
+    "mycli bench serve http://127.0.0.1:8000 --clients 8 --shared 256  # needs a server",
+    "mycli bench serve Qwen/Qwen3-0.6B --rate 0.5,1,2 --slo ttft=500ms,tpot=50ms  # needs the model",
 )
 STOP_SECONDS = 60
 SLO_SHARE = 0.95  # of the replies must meet --slo

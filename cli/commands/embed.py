@@ -16,8 +16,8 @@ from mycli.runtime.utils.json_fields import strict_json
 from mycli.runtime.utils.units import pluralize
 
 EXAMPLES = (
-    "mycli embed Qwen/Qwen3-Embedding-0.6B texts.txt -o vectors.npy  # needs the network, and a file",
-    "mycli embed Qwen/Qwen3-Embedding-0.6B queries.jsonl --prompt query  # needs the network, and a file",
+    "mycli embed Qwen/Qwen3-Embedding-0.6B texts.txt -o vectors.npy  # needs the model, and a file",
+    "mycli embed Qwen/Qwen3-Embedding-0.6B queries.jsonl --prompt query  # needs the model, and a file",
 )
 _TOGETHER = 64  # texts that run concurrently; their vectors are printed together
 _FULL_LENGTH = 4  # texts as long as the context that the cache holds

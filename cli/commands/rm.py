@@ -11,8 +11,8 @@ from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = (
     "mycli quantize pico --method rtn --report none && mycli rm pico-rtn-int4-g128 --yes",
-    "mycli rm Qwen/Qwen3-0.6B  # needs the network, and asks",
-    "mycli rm Qwen/Qwen3-0.6B@main --yes --json  # needs the network",
+    "mycli rm Qwen/Qwen3-0.6B  # needs the model, and asks",
+    "mycli rm Qwen/Qwen3-0.6B@main --yes --json  # needs the model",
 )
 
 

@@ -8,7 +8,7 @@ from mycli.runtime.tokenizer.compatibility import check_vocabularies
 
 EXAMPLES = (
     "mycli spec check pico pico-draft",
-    "mycli spec check org/model-8b org/model-1b  # needs the network",
+    "mycli spec check org/model-8b org/model-1b  # needs the models",
 )
 
 
