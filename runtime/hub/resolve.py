@@ -4,6 +4,7 @@ A name with two meanings is an error that names the spelling of each: a folder `
 model silently. No network.
 """
 
+import os
 import re
 import shlex
 from contextlib import suppress
@@ -289,7 +290,8 @@ def _similar_paths(model: str) -> list[str]:
         entries = list(islice(path.parent.iterdir(), _MAX_ENTRIES))
     except OSError:
         return []
-    models = (entry.name for entry in entries if entry.suffix == GGUF or (entry / "config.json").is_file())
+    # os.path.isfile, unlike that of Path, passes folders of other users over.
+    models = (entry.name for entry in entries if entry.suffix == GGUF or os.path.isfile(entry / "config.json"))
     known = {name.lower(): name for name in models}
     prefix = model.rstrip("/").removesuffix(path.name)
     return [prefix + known[name] for name in difflib.get_close_matches(path.name.lower(), known, 1, 0.8)]
