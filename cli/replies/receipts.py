@@ -57,7 +57,7 @@ def check_receipt(
     from mycli.runtime.utils.files import require_writable
 
     if not single:
-        raise UsageError("--receipt describes one reply", "omit --batch and --samples")
+        raise UsageError("--receipt describes one reply", "omit --batch, --samples and --beams")
     if loading.adapter is not None or loading.draft not in _DRAFTS:
         raise UsageError("--receipt covers the files of one model", "omit --adapter and the name of a draft model")
     if template:

@@ -1,5 +1,6 @@
 """Test `mycli bench serve` against a server with known answers: table, records, limits and refusals."""
 
+import io
 import json
 import subprocess
 import time
@@ -10,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.commands.bench_serve import _loads, _parse_slo, _rate, _row, meets_slo
+from mycli.cli.commands.bench_serve import _COLUMNS, _loads, _parse_slo, _rate, _row, meets_slo
 from mycli.cli.main import main
+from mycli.cli.output import Output
 from mycli.cli.reports.bench_results import Row
 from mycli.cli.reports.plot import draw_loads
 from mycli.runtime.diagnostics.completion_client import Reply
@@ -20,6 +22,12 @@ from mycli.runtime.errors import ExitCode, ModelError, UsageError
 from tests.support.command_line import COMMAND, SECONDS
 from tests.support.completion_server import scripted
 from tests.support.forked import ForkedProcess
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
 
 LOAD = ("-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
 
@@ -60,6 +68,21 @@ def test_records_hold_every_number_and_can_be_compared(capsys: pytest.CaptureFix
         assert times == sorted(times) and times[0] > 0
     again = json.loads(capsys.readouterr().out)["results"]
     assert all(len(row["change_95"]) == 2 for row in again)
+
+
+@pytest.mark.parametrize(("width", "shown"), [(45, 3), (70, 4)])
+def test_a_narrow_terminal_shows_the_rate_and_the_first_token_before_later_ones(
+    width: int, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    server: Any = SimpleNamespace(model="m")
+    row = _row(
+        server, "m at a server", "http", [LoadResult(Load(8, 3, 1, clients=1), (Reply(0.0, 1.0, 3.0, 8, 4, 3),), 1.0)]
+    )
+    terminal = Terminal()
+    Output(stdout=terminal, stderr=terminal).table([row], _COLUMNS)
+    headings = [cell.split()[0] for cell in terminal.getvalue().splitlines()[0].strip("|").split("|")]
+    assert sorted(headings) == sorted(["test", "t/s", "TTFT", "server"][:shown])
 
 
 def test_a_picture_has_a_line_for_every_server_and_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -104,12 +104,13 @@ def test_a_reasoning_budget_is_part_of_the_receipt(mycli: Mycli, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "words", [("--samples", "2"), ("--draft", "pico-draft"), ("--batch", "-"), ("--deadline", "9s")]
+    "words", [("--samples", "2"), ("--beams", "2"), ("--draft", "pico-draft"), ("--batch", "-"), ("--deadline", "9s")]
 )
 def test_what_a_receipt_cannot_describe_is_refused_first(words: tuple[str, ...], mycli: Mycli, tmp_path: Path) -> None:
     prompt = () if words[0] == "--batch" else ("Hi",)
     done = mycli("run", "pico", *prompt, *words, "--receipt", str(tmp_path / "r.json"), *CPU)
     assert done.returncode == 2 and "--receipt" in done.stderr
+    assert words[0] in done.stderr or words[0] == "--draft" and "draft model" in done.stderr
 
 
 def test_a_file_that_is_no_receipt_is_refused(mycli: Mycli, tmp_path: Path) -> None:

@@ -17,6 +17,16 @@ def test_each_prompt_offers_its_tool_and_expects_a_valid_call() -> None:
         assert is_valid(((prompt.name, json.dumps(prompt.arguments)),), prompt.tools)
 
 
+def test_the_expected_arguments_are_those_of_the_question() -> None:
+    for prompt in call_prompts():
+        values = [
+            part for value in prompt.arguments.values() for part in (value if isinstance(value, list) else [value])
+        ]
+        assert all(str(value) in prompt.question for value in values if not isinstance(value, bool)), prompt.question
+    shuffled = {prompt.question for prompt in call_prompts() if prompt.arguments.get("shuffle")}
+    assert shuffled == {prompt.question for prompt in call_prompts() if "shuffled" in prompt.question}
+
+
 def test_nothing_of_them_is_calibrated_on() -> None:
     texts = [sampler._bundled(name) for name in ("tool_conversations.json", "conversations.json")]
     for prompt in call_prompts():

@@ -93,6 +93,21 @@ def test_a_curvature_that_rounding_made_negative_moves_no_scale() -> None:
     assert not part.shifts.any() and (factors == 0.01).all() and (multiples == 5).all()
 
 
+def test_a_scale_and_a_minimum_move_together_to_their_joint_optimum() -> None:
+    kind, random = types.load("Q4_K"), torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, kind.group, generator=random)
+    hessian = inputs.T @ inputs
+    levels = torch.randint(0, 16, (kind.group, 3), generator=random).float()
+    factors = torch.tensor([[0.01] * 3, [0.05] * 3])
+    scales, minima = torch.tensor([[20.0, 30, 40]]), torch.tensor([[31.0, 8, 17]])
+    start = torch.tensor([[27.0, 30, 33]]), torch.tensor([[30.0, 14, 21]])
+    target, weight = (levels * factors[0] * scale - factors[1] * low for scale, low in ((scales, minima), start))
+    part = _SuperBlock(kind, levels, factors, *start, hessian, hessian @ (target - weight))
+    part._move_both(0)
+    assert start[0].equal(scales) and start[1].equal(minima)
+    torch.testing.assert_close(weight + part.shifts, target)
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
 def test_a_refit_recovers_the_scales_and_minima_of_its_levels(kind: str) -> None:
     random = torch.Generator().manual_seed(0)
