@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,20 @@ def test_old_turns_are_dropped_until_a_reply_has_room(chat: Chat) -> None:
     with pytest.raises(UsageError, match="the context has room for 96"):
         chat.answer("word " * 200)
     assert len(chat.conversation.turns) == 12
+
+
+@pytest.mark.parametrize(("columns", "width"), [(80, 40), (20, 16)])
+def test_the_meter_of_the_context_is_as_wide_however_much_is_used(
+    columns: int, width: int, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stdout, system = io.StringIO(), "Be short. " * 8
+    chat.call = replace(chat.call, out=Output(stdout=stdout))
+    tokens = len(chat.loaded.model.tokenizer.encode(system, add_special=False))
+    for chat.conversation.system in ("", system):
+        SlashCommands(chat).handle("/context")
+    meters = [line for line in stdout.getvalue().splitlines() if line.startswith("[")]
+    assert meters == [f"[{'#' * used}{'.' * (width - used)}]" for used in (0, round(width * tokens / 96))]
 
 
 def test_a_reply_is_limited_to_a_number_of_tokens_or_the_room_of_the_context(chat: Chat) -> None:

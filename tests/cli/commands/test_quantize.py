@@ -9,6 +9,7 @@ import pytest
 
 from mycli.cli.command import Terminated
 from mycli.cli.main import main
+from mycli.cli.quantizing import to_gguf
 from mycli.quant import pipeline, quality_report
 from mycli.quant.calls import measure
 from mycli.quant.calls.record import CallCounts
@@ -53,6 +54,17 @@ def test_gguf_is_one_file_after_the_other(tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and "pico.gguf" in out
     code, _, err = call(capsys, *command, "--sweep", "bits=4,2")
     assert code == 2 and "--sweep excludes GGUF" in err
+
+
+@pytest.mark.parametrize(("target", "name"), [("p.gguf", "./p.gguf"), ("my models/p.gguf", "'my models/p.gguf'")])
+def test_the_command_for_a_new_file_can_be_typed_where_it_was_made(
+    target: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my models").mkdir()
+    monkeypatch.setattr(to_gguf, "carry_out_request", lambda *_: None)
+    code, _, err = call(capsys, "quantize", "pico", "--bits", "q4_k_m", "-o", target)
+    assert code == 0 and err.endswith(f"to chat with it: mycli chat {name}\n"), err
 
 
 def test_default_name_card_and_round_trip(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

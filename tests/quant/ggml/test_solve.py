@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mycli.quant.ggml import types
 from mycli.quant.ggml.block_type import Multiples
-from mycli.quant.ggml.search import _least_squares
+from mycli.quant.ggml.search import _error, _least_squares, _symmetric
 from mycli.quant.ggml.solve import _SuperBlock, factor_for, round_blocks, solve
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.errors import ModelError
@@ -106,6 +106,16 @@ def test_a_scale_and_a_minimum_move_together_to_their_joint_optimum() -> None:
     part._move_both(0)
     assert start[0].equal(scales) and start[1].equal(minima)
     torch.testing.assert_close(weight + part.shifts, target)
+
+
+def test_a_searched_scale_is_as_good_as_the_best_of_a_fine_grid() -> None:
+    kind, random = types.load("IQ3_XXS"), torch.Generator().manual_seed(0)
+    groups = torch.randn(16, 4, kind.group, generator=random)
+    weights = torch.rand(4, kind.group, generator=random) + 0.1
+    largest = groups.abs().amax(-1) / kind.levels().largest
+    every = [_error(groups, largest * share, None, weights, kind)[0] for share in torch.linspace(0.5, 2.5, 40)]
+    searched, _ = _error(groups, _symmetric(groups, weights, kind), None, weights, kind)
+    assert searched.sum() <= 1.005 * torch.stack(every).amin(0).sum()
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])

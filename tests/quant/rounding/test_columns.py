@@ -60,6 +60,36 @@ def test_the_device_code_is_the_loop(half: int, move: bool, interpret: Interpret
         agree(actual, solve_block(*problem(count, rows, half, move)))
 
 
+def reads_outside(count: int, rows: int, half: int, move: bool) -> int:
+    """Return the number of elements that the kernel reads outside of its arguments."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from mycli.quant.rounding.columns_triton import launch
+
+    residual, matrix, *others = problem(count, rows, half, move)
+    given = (residual, matrix.contiguous(), *others)  # so that `launch` copies nothing
+    inside = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in given if isinstance(part, Tensor)]
+    load, outside = InterpreterBuilder.create_masked_load, 0
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        nonlocal outside
+        outside += sum(
+            not any(first <= address < end for first, end in inside) for address in pointers.data[mask.data].flat
+        )
+        return load(self, pointers, mask, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+        launch(*given)
+    return outside
+
+
+@pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
+def test_the_device_code_reads_nothing_outside_of_its_arguments(move: bool, interpret: Interpret) -> None:  # noqa: F811
+    pytest.importorskip("triton")
+    assert interpret(reads_outside, 5, 3, 8, move) == 0
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
 def test_the_device_code_keeps_its_block_in_registers(move: bool, capability: int) -> None:
