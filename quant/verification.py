@@ -119,11 +119,7 @@ def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
         return Fault(name, None, shapes)
     if values.dim() == len(read.shape) and tuple(values.shape) != read.shape:
         return Fault(name, None, f"{shapes}: transposed")
-    dtype = getattr(torch, read.dtype)
-    rows = values.float().to(dtype).reshape(-1, values.shape[-1]) if values.dim() > 1 else values.to(dtype).view(1, -1)
-    if len(rows) != len(read.rows):
-        rows = rows.reshape(len(read.rows), -1)
-    ours = row_digests(rows)
+    ours = row_digests(values.float().to(getattr(torch, read.dtype)).reshape(len(read.rows), -1))
     wrong = [index for index, (digest, other) in enumerate(zip(ours, read.rows, strict=True)) if digest != other]
     if not wrong:
         return None

@@ -57,7 +57,7 @@ class Integers:
     @property
     def range(self) -> tuple[float, float, int]:
         # As in `rounding.grid`: with weighted columns more clipping pays, the more so with fewer bits.
-        return {2: (0.6, 6.0, 32), 3: (0.8, 4.0, 32), 4: (0.85, 3.0, 32)}.get(self.bits, (0.95, 1.5, 24))
+        return {3: (0.8, 4.0, 32), 4: (0.85, 3.0, 32)}.get(self.bits, (0.95, 1.5, 24))
 
     def nearest(self, values: Tensor, weights: Tensor) -> Tensor:
         return values.round().clamp_(self.low, self.low + (1 << self.bits) - 1)

@@ -49,6 +49,15 @@ def test_time_grows_with_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one and two and three and three - two == pytest.approx(two - one) and two > one
 
 
+def test_output_moments_take_passes_for_each_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_seconds", lambda task: 0.0)
+    monkeypatch.setattr(pace, "_solving", lambda *_: 0.0)
+    monkeypatch.setattr(pace, "_passing", lambda *_: 1e-3)
+    plain, model = (told(replace(SMALL, hessian=hessian)) for hessian in ("layer", "model"))
+    layers = plan_quantization(resolve("pico", offline=True), SMALL, report="none").config.layers
+    assert model - plain == pytest.approx(layers * 1e-3 * pace._OUTPUT_PASSES * SMALL.samples * 64)
+
+
 def test_it_is_measured_here() -> None:
     for method in ("rtn", "gptq"):
         seconds = told(replace(SMALL, method=method))
