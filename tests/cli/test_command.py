@@ -85,7 +85,7 @@ def test_a_user_error_carries_its_code(kind: type[Exception]) -> None:
 def test_errors_of_the_system_name_their_file() -> None:
     found = explain(FileNotFoundError(errno.ENOENT, "No such file", "a\x1bb"))
     assert found is not None and found.exit_code is ExitCode.MODEL and found.message.startswith("a\x1bb: ")
-    assert explain(ValueError("x")) is None
+    assert explain(ValueError("x")) is None and explain(RuntimeError("x")) is None
 
 
 def test_debug_shows_the_traceback_of_the_cause(environment: dict[str, str]) -> None:

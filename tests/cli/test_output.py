@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 
 import pyte
 import pytest
@@ -220,6 +221,19 @@ def test_a_bar_stays_on_one_line_of_a_narrow_terminal(columns: int, monkeypatch:
         pyte.Stream(screen).feed(err.getvalue().replace("\n", "\r\n"))
     lines = [line for line in screen.display if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("[red]")
+
+
+@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_markdown_has_colours_where_they_are_wanted(
+    environment: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out, err = streams(terminal=True)
+    shown = Output(stdout=out, stderr=err, environment=environment).markdown()
+    shown.add("Type `ls`.")
+    shown.end()
+    assert "ls" in out.getvalue() and bool(re.search(r"\x1b\[[\d;]*3[1-7]", out.getvalue())) is coloured
 
 
 def test_progress_in_lines_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

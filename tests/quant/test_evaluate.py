@@ -141,16 +141,6 @@ def test_the_shortest_and_the_longest_windows_are_scored(tokenizer: Tokenizer, m
     assert evaluate(model, cut(text, tokenizer, 16, 16)).context == 16
 
 
-def test_a_text_begins_with_bos_only_if_its_tokenizer_adds_it(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "One day Leo lost a key."
-    first, second, *_ = tokenizer.encode(text, add_special=True)
-    for bos, begins in ((None, False), (second, False), (first, True)):
-        monkeypatch.setattr(tokenizer, "bos", bos)
-        assert cut(text, tokenizer, 2).begins_with_bos is begins
-
-
 def test_a_text_has_the_line_ends_of_a_file_in_text_mode(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"one\r\ntwo\rthree\n")
     assert read_text(tmp_path / "text.txt") == "one\ntwo\nthree\n"

@@ -164,3 +164,19 @@ def test_a_document_is_read_without_its_byte_order_mark(tmp_path: Path, monkeypa
     monkeypatch.setattr(prompt_input, "MAX_DOCUMENT", 5)
     with pytest.raises(UsageError):
         prompt_input.read_document(path)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "written"),
+    [("utf-8", "caf\udce9", b"caf\xe9"), ("ascii", "café", b"caf\\xe9")],
+    ids=["a file name that is not UTF-8", "a character that the encoding lacks"],
+)
+def test_every_character_can_be_written(
+    encoding: str, text: str, written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(stream, encoding=encoding))
+    prompt_input.prepare_streams()
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    assert stream.getvalue() == written
