@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.command import explain, subject_of
+from mycli.cli.command import MAX_SHOWN_PATH, explain, subject_of
 from mycli.cli.main import GLOBAL, reorder
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
@@ -86,6 +86,12 @@ def test_errors_of_the_system_name_their_file() -> None:
     found = explain(FileNotFoundError(errno.ENOENT, "No such file", "a\x1bb"))
     assert found is not None and found.exit_code is ExitCode.MODEL and found.message.startswith("a\x1bb: ")
     assert explain(ValueError("x")) is None and explain(RuntimeError("x")) is None
+
+
+@pytest.mark.parametrize(("length", "shown"), [(MAX_SHOWN_PATH, "p"), (MAX_SHOWN_PATH + 1, "…p")])
+def test_the_end_of_a_long_path_is_shown(length: int, shown: str) -> None:
+    found = explain(FileNotFoundError(errno.ENOENT, "No such file", "p" * length))
+    assert found is not None and found.message == f"{shown}{'p' * (MAX_SHOWN_PATH - 1)}: No such file"
 
 
 def test_debug_shows_the_traceback_of_the_cause(environment: dict[str, str]) -> None:
