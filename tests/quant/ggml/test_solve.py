@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mycli.quant.ggml import types
 from mycli.quant.ggml.block_type import Multiples
-from mycli.quant.ggml.search import _error, _least_squares, _symmetric
+from mycli.quant.ggml.blocks import encode_rows
+from mycli.quant.ggml.search import _error, _least_squares, _symmetric, search_scales
 from mycli.quant.ggml.solve import _SuperBlock, factor_for, round_blocks, solve
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.errors import ModelError
@@ -50,6 +51,14 @@ def test_solved_blocks_are_read_alike_and_lose_less(name: str) -> None:
         )
         ours = dequantize_blocks(rounded, name).numpy()
         assert np.square(ours - weight.numpy()).sum() <= 1.001 * np.square(theirs - weight.numpy()).sum()
+
+
+@pytest.mark.parametrize("name", types.names())
+def test_blocks_decode_to_the_weights_that_were_chosen(name: str) -> None:
+    weight, hessian = _problem()
+    kind = types.load(name)
+    chosen = search_scales(weight, kind, hessian.diagonal())
+    assert dequantize_blocks(encode_rows(chosen, kind), name).equal(kind.weights(chosen).T)
 
 
 @given(first=st.integers(-32, 32), count=st.integers(1, 64), step=st.integers(1, 4), seed=st.integers(0, 99))
