@@ -1,4 +1,4 @@
-"""Test which copies of a model are solved together."""
+"""Test the plan of a copy: the length of its windows, and which copies of a model are solved together."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from mycli.quant.planning.grouping import solved_together
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.planning.settings import PlanSettings
-from mycli.quant.recipe import Recipe
+from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.runtime.hub.resolve import Source
 from tests.support.models import random_model
 from tests.support.quantizing import UNMEASURED
@@ -31,3 +31,9 @@ def test_copies_with_the_same_windows_that_fit_in_memory_are_solved_together(tmp
     both = works[0].need.host + works[2].need.host
     limited = [replace(work, settings=PlanSettings("none", max_ram=both)) for work in works]
     assert solved_together(limited) == [[0, 2], [1], [3], [4], [5]]
+
+
+@pytest.mark.parametrize(("context", "seq"), [(DEFAULT_SEQ // 2, DEFAULT_SEQ // 2), (2 * DEFAULT_SEQ, DEFAULT_SEQ)])
+def test_windows_fit_into_a_short_context(context: int, seq: int, tmp_path: Path) -> None:
+    source = Source("small", random_model(tmp_path / "source", max_position_embeddings=context), None, None)
+    assert plan_quantization(source, replace(DATA, seq=None), UNMEASURED).seq == seq
