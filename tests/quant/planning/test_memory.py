@@ -16,6 +16,7 @@ from mycli.quant.planning.memory import (
     LIBRARIES,
     QuantizationWork,
     _solving,
+    _tuning_model,
     fitting_need,
     need,
     observed_values,
@@ -189,6 +190,12 @@ def test_the_moments_of_gradients_stay_while_blocks_are_tuned() -> None:
     blocks = sum(math.ceil(width / BLOCK_ROWS) for width in widths)
     batch = 2 * 4 * 4 * tuned.seq * 512  # of 4 windows
     assert moments == tuned.config.layers * blocks * 4 * BLOCK_ROWS**2 + batch
+
+
+def test_tuned_codes_take_five_numbers_each() -> None:
+    tuned, codes = work(tunes=True), work(tunes=True, tunes_codes=True)
+    weights = sum(spec.out_features * spec.in_features for spec in tuned.config.linears())
+    assert _tuning_model(codes)[1] - _tuning_model(tuned)[1] == pytest.approx(5 * 4 * weights, rel=0.01)
 
 
 def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
