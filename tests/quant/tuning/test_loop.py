@@ -62,6 +62,17 @@ def test_the_best_iterate_is_kept_not_the_last() -> None:
     assert after < before and float((leaf - 0.3).abs().max()) < 0.3
 
 
+def test_the_best_iterate_of_few_steps_is_kept() -> None:
+    leaf, held_out = torch.zeros(1, requires_grad=True), HELD_OUT_EVERY - 1
+
+    def loss(rows: Tensor) -> Tensor:
+        return (leaf - torch.where(rows == held_out, 0.3, 1.0)).square().mean()
+
+    gained = train([([leaf], 0.2)], loss, HELD_OUT_EVERY, BATCH, 4, 0, CPU)
+    assert count_steps(HELD_OUT_EVERY, 4) == 8
+    assert gained.after < gained.before and 0.1 < float(leaf.detach()) < 0.5
+
+
 def test_rates_fall_along_half_a_cosine() -> None:
     leaf = torch.zeros(1, requires_grad=True)
     steps: list[float] = []
