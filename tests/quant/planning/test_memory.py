@@ -16,6 +16,7 @@ from mycli.quant.planning.memory import (
     LIBRARIES,
     QuantizationWork,
     _solving,
+    _tuning_block,
     _tuning_model,
     fitting_need,
     need,
@@ -190,6 +191,11 @@ def test_the_moments_of_gradients_stay_while_blocks_are_tuned() -> None:
     blocks = sum(math.ceil(width / BLOCK_ROWS) for width in widths)
     batch = 2 * 4 * 4 * tuned.seq * 512  # of 4 windows
     assert moments == tuned.config.layers * blocks * 4 * BLOCK_ROWS**2 + batch
+
+
+def test_tuning_a_block_holds_two_streams() -> None:
+    tuned = work(tunes=True)
+    assert _tuning_block(tuned)[0] == 2 * 4 * tuned.tokens * tuned.config.hidden_size
 
 
 def test_tuned_codes_take_five_numbers_each() -> None:
