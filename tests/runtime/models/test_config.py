@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 5]]},
         "attention_types must give global or local for each of",
     ),
+    "gpt-neo-unknown-kind": (
+        {"model_type": "gpt_neo", "attention_types": [[["global", "linear"], 1]]},
+        "attention_types must give global or local for each of",
+    ),
     "gpt-neo-pairs": ({"model_type": "gpt_neo", "attention_types": [["global", "local"]]}, "must hold pairs"),
     "B11-model-type-path": ({"model_type": "../llama"}, "model_type"),
     "B11-model-type-private": ({"model_type": "_common"}, "_common"),
