@@ -160,16 +160,17 @@ def test_a_decode_step_follows_an_interruption() -> None:
     assert [kind for kind, _ in passes(engine, 4)] == ["one", "decode", "two", "decode"]
 
 
-def test_passes_are_small_while_a_prompt_of_another_user_is_expected() -> None:
+@pytest.mark.parametrize("length", [20, 16], ids=["beyond the chunk", "exactly the chunk"])
+def test_passes_are_small_while_a_prompt_of_another_user_is_expected(length: int) -> None:
     now = 0.0
     engine = scheduler(running=8, chunk=32, clock=lambda: now)
-    submit(engine, 99, "one", limit=0, length=20)
+    submit(engine, 99, "one", limit=0, length=length)
     step(engine)
     submit(engine, 0, "many", length=4)
     assert passes(engine, 2) == [("many", 4), ("decode", 1)]
     for seed in range(1, 4):
         submit(engine, seed, "many", length=48)
-    expected = [("many", 10)] * 4 + [("decode", 1)]
+    expected = [("many", length // 2)] * 4 + [("decode", 1)]
     assert passes(engine, 5) == expected, "half a prompt of the other user; no decode steps in between"
     now += EXPECTED_SECONDS
     assert passes(engine, 1) == [("many", 32)]
