@@ -55,8 +55,8 @@ def _pairs(path: Path) -> dict[str, int]:
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
     # Every cgroup of this process that may limit memory or cpu, innermost first: folder, and whether it is version 2.
     for line in _read(_PROC / "self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        unified = number == "0" and not controllers
+        _, controllers, path = line.split(":", 2)
+        unified = not controllers  # only the line of version 2 names none
         if not unified and controller not in controllers.split(","):
             continue
         mount = _CGROUP if unified else _CGROUP / controller
