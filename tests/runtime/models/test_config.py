@@ -187,6 +187,8 @@ def test_windows_by_family() -> None:
     mixed = parse(**qwen, use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])
     assert mixed.windows == (32, None)
     assert parse(sliding_window=32).windows == (), "Llama has none"
+    gpt_neo = parse(model_type="gpt_neo", num_hidden_layers=24, max_position_embeddings=512)
+    assert gpt_neo.windows == (None, 256) * 12, "transformers' default"
 
 
 def test_from_a_file(tmp_path: Path) -> None:
