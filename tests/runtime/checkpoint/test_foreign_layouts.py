@@ -241,6 +241,19 @@ def test_zero_points_of_zero(bits: int, version: str, tmp_path: Path) -> None:
     assert torch.equal(dense, expected.half())
 
 
+@pytest.mark.parametrize(("version", "zero"), [("gptq", 7), ("gptq_v2", 8)])
+def test_symmetric_codes_of_gptq_are_signed_in_both_versions(version: str, zero: int, tmp_path: Path) -> None:
+    codes, scales = integers(1, 16, ROWS, COLUMNS), (weights(2, 4, ROWS).abs() + 0.1).half()
+    section = {"quant_method": "gptq", "checkpoint_format": version, "bits": 4, "group_size": 32, "sym": True}
+    tensors = {
+        "qweight": formats_pack(codes, 4).t().contiguous(),
+        "qzeros": formats_pack(torch.full((4, ROWS), zero), 4),
+        "scales": scales,
+    }
+    _, dense = read(tmp_path, Case({"quantization_config": section}, tensors, None, "float16"))
+    assert torch.equal(dense, ((codes - 8) * scales.t().repeat_interleave(32, 1).float()).half())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_codes_of_bitsandbytes_stored_as_floats(dtype: torch.dtype, tmp_path: Path) -> None:
     """`bnb_4bit_quant_storage`, which FSDP needs: the bytes are those of uint8, and may be NaN as floats."""

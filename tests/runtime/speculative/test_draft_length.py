@@ -9,6 +9,7 @@ from mycli.runtime.memory.graphs import DRAFT_BUCKETS, decode_shapes, padded_tok
 from mycli.runtime.speculative.draft_length import (
     FIRST_COOLDOWN,
     LENGTHS,
+    LONGEST_COOLDOWN,
     PLAIN_STEPS,
     REFRESH,
     AdaptiveDraftLength,
@@ -172,6 +173,20 @@ def test_each_token_of_a_plain_call_counts() -> None:
     assert policy.stopped()
     policy.observe_plain(STEP)
     assert not policy.stopped()
+
+
+def test_pauses_double_but_never_last_longer_than_the_longest() -> None:
+    policy = AdaptiveDraftLength(10.0)  # too expensive for a single draft
+    policy.observe_plain(STEP, tokens=PLAIN_STEPS)
+    pauses = []
+    for _ in range(7):
+        assert policy.length(8, 1) == 0 and policy.stopped()
+        pauses.append(0)
+        while policy.stopped():
+            policy.observe_plain(STEP)
+            pauses[-1] += 1
+    assert pauses[:2] == [FIRST_COOLDOWN, 2 * FIRST_COOLDOWN]
+    assert max(pauses) == pauses[-2] == pauses[-1] == LONGEST_COOLDOWN
 
 
 def test_a_plain_step_is_measured_after_every_32_passes() -> None:
