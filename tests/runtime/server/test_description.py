@@ -32,6 +32,9 @@ def test_the_description_is_valid_and_names_every_route(served: Served) -> None:
         operation = found["paths"][path]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{kind.__name__}"} and operation["summary"].endswith(".")
+        media = operation["responses"]["200"]["content"].keys() & {"text/event-stream", "application/x-ndjson"}
+        streams = "stream" in kind.model_fields and path != "/v1/responses/input_tokens"  # which only counts
+        assert bool(media) == streams, path
     for schema in found["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
     for reference in references(found):
