@@ -67,8 +67,8 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
         yield Finding("several-calls-refused", {"cause": error.message})
         return
     reply = _reply(opening, history, several)
-    if several == written or not _reads_back(tool_format, reply, 2):
-        if several == written or _reads_back(tool_format, reply, 1):
+    if not _reads_back(tool_format, reply, 2):
+        if _reads_back(tool_format, reply, 1):
             yield Finding("several-calls-refused", {"cause": "only the first call is rendered"})
         else:
             yield Finding("call-not-parsed", {"format": tool_format.name, "written": reply[:_QUOTED]})
