@@ -4,6 +4,7 @@ import pytest
 import transformers
 
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.gguf_facts import FACTS, gguf_folder
 
 
@@ -34,6 +35,28 @@ def test_without_a_window_transformers_takes_the_config(name: str) -> None:
     raw = dict(gguf_folder({**facts, "keys": keys}).raw.values)
     config = transformers.AutoConfig.for_model(**raw)
     assert set(config.layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize(("name", "largest"), [("gemma2-window7-tied", 46), ("gemma3-window7-tied", 62)])
+def test_queries_of_gemma_are_scaled_by_the_size_of_a_head_except_in_the_27b_model(name: str, largest: int) -> None:
+    """As in llama.cpp: there by hidden_size / heads, which is 32 here; a head has 16 values."""
+    facts, architecture = FACTS[name], name.partition("-")[0]
+    keys = {**facts["keys"], f"{architecture}.attention.head_count": 2}
+    assert gguf_folder({**facts, "keys": keys}).config.attention_scale == 16**-0.5
+    keys[f"{architecture}.block_count"] = largest
+    assert gguf_folder({**facts, "keys": keys}).config.attention_scale == 32**-0.5
+
+
+@pytest.mark.parametrize("name", ["kimi_linear-8top3", "bailing_hybrid-8top3", "mimo_v2_flash-window7"])
+def test_groups_of_experts_are_read(name: str) -> None:
+    facts = FACTS[name]
+    others = {key: value for key, value in facts["keys"].items() if ".expert_group" not in key}
+    names = [f"{others['general.architecture']}.expert_group_{ending}" for ending in ("count", "used_count")]
+    for values, groups in (((4, 2), (4, 2)), ((0, 0), (1, 1)), ((), (1, 1))):
+        keys = dict(zip(names, values, strict=False))
+        config = gguf_folder({**facts, "keys": {**others, **keys}}).config
+        routing = next(spec.mlp for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec)).routing
+        assert (routing.groups, routing.top_groups) == groups
 
 
 def test_the_head_of_a_reranker_is_not_read() -> None:
