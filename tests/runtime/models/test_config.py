@@ -187,6 +187,9 @@ def test_windows_by_family() -> None:
     mixed = parse(**qwen, use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])
     assert mixed.windows == (32, None)
     assert parse(sliding_window=32).windows == (), "Llama has none"
+    sizes = {"num_hidden_layers": 10, "num_kv_shared_layers": 0, "max_position_embeddings": 4096}
+    gemma_3n = parse(model_type="gemma3n_text", **sizes)
+    assert gemma_3n.windows == ((512,) * 4 + (None,)) * 2
     gpt_neo = parse(model_type="gpt_neo", num_hidden_layers=24, max_position_embeddings=512)
     assert gpt_neo.windows == (None, 256) * 12, "transformers' default"
 
