@@ -13,8 +13,10 @@ import pytest
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama import card
+from mycli.runtime.server.ollama.chat import _message
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.ollama.request import OllamaChatRequest, ollama_spec, read_options
+from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaMessage, ollama_spec, read_options
+from mycli.runtime.tokenizer.chat_template import Message
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
 from tests.support.paths import ROOT
@@ -100,6 +102,12 @@ def test_tools_are_called_and_their_results_are_read(reasoning: LoadedModel, scr
         assert client.chat("pico", again, tools=[WEATHER]).done
         prompt = reasoning.tokenizer.decode(list(served.service.worker.engine.prompts[-1]))  # type: ignore[attr-defined]  # the scripted engine
         assert "look:" in prompt and "nothing" in prompt
+
+
+def test_the_template_gets_the_tool_and_the_call_of_a_result() -> None:
+    result = OllamaMessage(role="tool", content="nothing", tool_name="look", tool_call_id="call-1")
+    assert _message(result, "messages.0") == Message("tool", "nothing", name="look", tool_call_id="call-1")
+    assert _message(OllamaMessage(role="tool"), "messages.0") == Message("tool", "")
 
 
 @pytest.mark.parametrize(("think", "shown"), [(None, "a thought"), (True, "a thought"), (False, None)])
