@@ -78,6 +78,16 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
 
 
+def test_two_streams_are_the_fewest_of_gemma_3n(tmp_path: Path) -> None:
+    model_type, changes = CASES["gemma3n-second-of-three-widths-unscaled-biases-untied"]
+    reference = make(tmp_path, model_type, {**changes, "altup_num_inputs": 2})
+    model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+    tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("model_type", RENAMES)
 def test_names_of_transformers_in_memory_are_read(model_type: str, made: Made, tmp_path: Path) -> None:
     case = next(name for name, (kind, _) in CASES.items() if kind == model_type)

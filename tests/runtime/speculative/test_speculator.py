@@ -287,6 +287,14 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
     assert counts[0] == counts[1] and len(counts[0]) == when - len(PROMPT)
 
 
+def test_a_draft_model_proposes_nothing_beyond_its_own_context() -> None:
+    """The cache, which is as long as the target's, would hold more."""
+    draft, sampler = proposers(target_model(), max_context=8)["draft"], Sampler(SamplingParams(), VOCAB, CPU)
+    texts = [[1] * length for length in (5, 7, 8, 9, 20)]
+    requests = [DraftRequest(index, text, 4, sampler) for index, text in enumerate(texts)]
+    assert [len(proposal.tokens) for proposal in draft.propose(requests)] == [4, 2, 1, 0, 0]
+
+
 def test_a_draft_model_builds_its_rotary_tables_once() -> None:
     """In short blocks the tables would else be built again for every longer sequence."""
     target = target_model(0)
