@@ -107,12 +107,15 @@ def convert(folder: Path, case: str, change: Callable[[Tensors], Tensors] = lamb
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
-    reference = convert(tmp_path, case)
-    model = load_model(open_model_folder(tmp_path), CPU).model
+    reference, folder = convert(tmp_path, case), open_model_folder(tmp_path)
+    model = load_model(folder, CPU).model
     tokens = torch.arange(3, 23).view(1, 20)
     with torch.no_grad():
         expected = reference(tokens).logits
     assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    checkpoint = folder.checkpoint()
+    for name, entry in checkpoint.manifest.tensors.items():
+        assert entry.nbytes == sum(memoryview(chunk).nbytes for chunk in checkpoint.chunks(name)), name
 
 
 def test_gains_are_copied_without_what_the_family_adds(tmp_path: Path) -> None:
