@@ -134,7 +134,13 @@ _LLAMA = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
 }
-_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MISTRAL = {
+    **_LLAMA,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,  # files of models without a window have a null
+}
 _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 _GLM_ASR = {
     "hidden_size": 2048,
@@ -178,7 +184,6 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "glmasr": _GLM_ASR,
     "hunyuan_vl_text": {"tie_word_embeddings": True, "num_attention_heads": 32},
     "llama": _LLAMA,
-    "idefics2": {**_MISTRAL, "sliding_window": 4096},  # not in the published file, and its base model has it
     "mistral": _MISTRAL,
     "paddleocr_vl_text": _PADDLE_OCR,
     "qwen2": _QWEN,

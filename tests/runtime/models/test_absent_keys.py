@@ -105,3 +105,21 @@ def test_text_sections(name: str) -> None:
     section = {"model_type": inner, **SMALL, "intermediate_size": 96, **text}
     wrong = differences({"model_type": outer, "text_config": section, **sections}, "text_config")
     assert not without_scale(inner, wrong)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_sections_without_sizes(name: str) -> None:
+    """The sizes above are small: a window or a width of the class is seen only where all of them are absent."""
+    outer, inner, _, sections = CONFIGS[name]
+    raw = {"model_type": outer, "text_config": {"model_type": inner}, **sections}
+    complete = completed(raw)
+    expected = None if complete is None else parsed(complete)
+    if expected is None:
+        pytest.skip("the defaults of transformers' class are refused")
+    try:
+        actual = parse_config(TextPart.from_config(Fields(raw, "config.json")).config)
+    except ModelError as error:
+        assert "is missing" in error.message, "another default is wrong"
+        pytest.skip("published files state the sizes")
+    compared = [field for field in FIELDS if field not in ("bos", "eos", "tie_embeddings")]
+    assert [field for field in compared if getattr(actual, field) != getattr(expected, field)] == []
