@@ -79,6 +79,12 @@ def test_a_reply_of_anthropics_ends_at_the_end_of_the_context(scripted: Scripted
         assert small["stop_reason"] == "max_tokens"
 
 
+def test_chats_have_as_many_alternatives_as_they_ask_for(served: Served) -> None:
+    for asked, count in (({}, 0), ({"top_logprobs": 2}, 2)):
+        (choice,) = served.chat("Hi", max_tokens=2, logprobs=True, **asked).json["choices"]
+        assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {count}
+
+
 def test_responses_have_logprobs_and_biases(served: Served) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
         response = client.responses.create(
