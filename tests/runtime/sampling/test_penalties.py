@@ -59,3 +59,10 @@ def test_tokens_that_a_model_suppresses_are_not_drawn_beside_a_bias_of_a_request
     logits[0, 3], logits[0, 4], logits[0, 5] = 60, 50, 20
     for params, expected in ((model, 4), (model.with_overrides({"logit_bias": ((4, -100.0),)}), 5)):
         assert int(Sampler(params, VOCAB, torch.device("cpu")).sample(logits)) == expected
+
+
+def test_draft_tokens_count_as_seen_in_the_rows_after_them() -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), 6, torch.device("cpu"))
+    sampler.seen.observe_prompt([1])
+    seen, _ = sampler.seen.after(3, [3, 4])
+    assert seen is not None and [row.nonzero().flatten().tolist() for row in seen] == [[1], [1, 3], [1, 3, 4]]
