@@ -134,13 +134,7 @@ _LLAMA = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
 }
-_MISTRAL = {
-    **_LLAMA,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,  # files of models without a window have a null
-}
+_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 _GLM_ASR = {
     "hidden_size": 2048,

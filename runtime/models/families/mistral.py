@@ -1,4 +1,4 @@
-"""Mistral 7B and Nemo: Llama with a sliding window in all layers where the config gives one."""
+"""Mistral 7B and Nemo: Llama with a sliding window in all layers unless the config has a null there."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -6,6 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, sliding_window=4096)
     fields = hf_config.common(raw)
     if not raw.has("num_key_value_heads"):
         fields["kv_heads"] = min(8, fields["heads"])  # the family's default, unlike Llama's

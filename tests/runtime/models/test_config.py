@@ -181,6 +181,8 @@ def test_scaling_added_to_a_config_lengthens_the_context(trained: int, kind: str
 def test_windows_by_family() -> None:
     assert parse(model_type="mistral", sliding_window=32).windows == (32, 32)
     assert parse(model_type="mistral", sliding_window=128).windows == (), "as long as the context: no window"
+    assert parse(model_type="mistral", max_position_embeddings=8192).windows == (4096, 4096), "transformers' default"
+    assert parse(model_type="mistral", max_position_embeddings=8192, sliding_window=None).windows == ()
     qwen = {"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1}
     assert parse(**qwen).windows == ()
     assert parse(**qwen, use_sliding_window=True).windows == (None, 32)

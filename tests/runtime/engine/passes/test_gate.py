@@ -78,10 +78,15 @@ def test_right_layers_pass(number: int, mixed: bool, kv: KvDtype, interpret: Int
 
 
 class Spoiled:
-    """A step of which one layer adds `added` times as much to the stream, or stores values `stored` times as large."""
+    """A step of which one layer adds `added` times as much to the stream, or stores values `stored` times as large.
 
-    def __init__(self, step: LayeredStep, layer: int, added: float = 1.0, stored: float = 1.0) -> None:
-        self.step, self.layer, self.added, self.stored = step, layer, added, stored
+    `only`: with so many new tokens of a sequence; None: with any.
+    """
+
+    def __init__(
+        self, step: LayeredStep, layer: int, added: float = 1.0, stored: float = 1.0, only: int | None = None
+    ) -> None:
+        self.step, self.layer, self.added, self.stored, self.only = step, layer, added, stored, only
         self.takes = step.takes
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
@@ -97,7 +102,7 @@ class Spoiled:
         router_scores: Tensor | None = None,
     ) -> Tensor:
         after = self.step.run_layer(layer, stream, inputs, rope, cache, router_scores)
-        if layer != self.layer:
+        if layer != self.layer or self.only not in (None, inputs.tokens.shape[1]):
             return after
         cache.all(layer)[1].data.mul_(self.stored)
         if not cache.all(layer)[1].data.shape[1]:  # no heads: the layer has states
@@ -122,6 +127,15 @@ def test_layers_of_the_captured_pass(case: str, tmp_path: Path) -> None:
     assert warnings[0].data["layer"] == 1 and str(warnings[0].data["percent"]).startswith(("18", "19"))
     declined = layer_difference(model, stored)
     assert declined is not None and declined.code == "layer-cache-differs" and declined.data["layer"] == 1
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_a_layer_that_is_wrong_for_one_number_of_tokens(new: int, tmp_path: Path) -> None:
+    need_native_code()
+    make(tmp_path, "llama", WIDE)
+    model = load_bf16(tmp_path).model
+    declined = layer_difference(model, Spoiled(CapturedStep(model), 1, added=1.2, only=new))
+    assert declined is not None and declined.code == "layer-differs" and declined.data["layer"] == 1
 
 
 def test_what_a_layer_adds_is_compared_beyond_the_rounding_of_the_stream() -> None:
