@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -28,6 +29,16 @@ from tests.support.compilers import copying_compiler, fake_compiler
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
+@pytest.mark.parametrize("source", sorted(name for name in compiler.read_sources() if name.endswith(".cpp")))
+def test_sources_are_valid_for_processors_without_vector_instructions(source: str) -> None:
+    program, _ = find_compiler()
+    folder = Path(compiler.__file__).parents[1] / "native"
+    command = [program, *compiler.FLAGS, "-O0", "-march=x86-64", "-fsyntax-only", source]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_huge_empty_is_a_tensor_like_any_other() -> None:

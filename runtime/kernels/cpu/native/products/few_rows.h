@@ -12,18 +12,18 @@
 namespace {
 
 // Rows of 16-bit integers and of bytes, and row blocks, that are multiplied at a time: with 32 vector registers 20 or 24 are sums. Row
-// blocks side by side share the loads of activations.
+// blocks side by side share the loads of activations. Up to LONG_PART rows of bytes are multiplied at a time by codes of LONG_BITS or
+// more, of one row block: memory is their limit.
 #if WIDTH == 64
-constexpr int PART = 5, BYTE_PART = ZEN5 ? 6 : PART, SIDE = 2;
+constexpr int PART = 5, BYTE_PART = ZEN5 ? 6 : PART, LONG_PART = ZEN5 ? 9 : BYTE_PART, SIDE = 2;
 #elif WIDTH == 32
-constexpr int PART = VECTOR == 64 ? 8 : 6, BYTE_PART = PART, SIDE = 1;
+constexpr int PART = VECTOR == 64 ? 8 : 6, BYTE_PART = PART, LONG_PART = 8, SIDE = 1;
 #elif WIDTH
-constexpr int PART = 4, BYTE_PART = PART, SIDE = 1;
+constexpr int PART = 4, BYTE_PART = PART, LONG_PART = PART, SIDE = 1;
 #else
-constexpr int PART = 1, BYTE_PART = PART, SIDE = 1;
+constexpr int PART = 1, BYTE_PART = PART, LONG_PART = PART, SIDE = 1;
 #endif
-// Up to LONG_PART rows of bytes are multiplied at a time by codes of LONG_BITS or more, of one row block: memory is their limit.
-constexpr int LONG_PART = ZEN5 ? 9 : WIDTH == 32 ? 8 : BYTE_PART, LONG_BITS = 6;
+constexpr int LONG_BITS = 6;
 constexpr int ALONG = SIDE * ROWS;
 
 }  // namespace
