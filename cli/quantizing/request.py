@@ -52,14 +52,21 @@ class QuantizationRequest:
         return EngineConfig(device=self.device, dtype="float32").place(self.folder.config)
 
     def plan_settings(self, call: Call, placement: "Placement", fetch: bool) -> PlanSettings:
-        text = calibration_file(call, self.calib, fetch) if self.calib else None
-        return replace(self.settings, text=text, gpu=placement.device.type == "cuda")
+        return complete_settings(call, self.settings, self.calib, placement, fetch)
 
     def target(self, path: Path) -> OutputTarget:
         return OutputTarget(path, self.overwrite, self.restart, self.work_dir)
 
 
-def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
+def complete_settings(
+    call: Call, settings: PlanSettings, calib: str | None, placement: "Placement", fetch: bool
+) -> PlanSettings:
+    """Return the settings with device and calibration text, which is downloaded first if `fetch`."""
+    text = _calibration_file(call, calib, fetch) if calib else None
+    return replace(settings, text=text, gpu=placement.device.type == "cuda")
+
+
+def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     # None for a data set that is not downloaded: a dry run gives the same result with every text.
     if not calib.startswith("hf:"):
         return Path(calib)

@@ -1,13 +1,13 @@
 """`mycli pull MODEL --bits 4`: quantizes a model while it is downloaded."""
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from mycli.cli.command import Call
 from mycli.cli.flags.recipe import RecipeFlags
-from mycli.cli.quantizing.request import calibration_file, carry_out
+from mycli.cli.quantizing.request import carry_out, complete_settings
 from mycli.cli.reports.plot import layer_error
 from mycli.cli.reports.quantization import show_outcome
 from mycli.quant.planning.settings import PlanSettings
@@ -62,8 +62,7 @@ def _quantize(
 
     folder, recipe = remote.folder, flags.resolve()
     placement = EngineConfig(device=request.device, dtype="float32").place(folder.config)
-    text = calibration_file(call, flags.calib, True) if flags.calib else None
-    settings = replace(request.settings, text=text, gpu=placement.device.type == "cuda")
+    settings = complete_settings(call, request.settings, flags.calib, placement, fetch=True)
     work = plan_quantization(remote.source, recipe, settings, folder)
     remote.spool.limit = int(work.size.bytes * _SPOOL_SHARE)
     shared = SharedWork(digests=remote.digests())

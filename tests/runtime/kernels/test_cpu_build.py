@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
 @pytest.mark.parametrize("source", sorted(name for name in compiler.read_sources() if name.endswith(".cpp")))
-def test_sources_are_valid_for_processors_without_vector_instructions(source: str) -> None:
+def test_sources_are_valid_for_processors_without_avx2(source: str) -> None:
     program, _ = find_compiler()
     folder = Path(compiler.__file__).parents[1] / "native"
     command = [program, *compiler.FLAGS, "-O0", "-march=x86-64", "-fsyntax-only", source]

@@ -80,7 +80,7 @@ def test_right_layers_pass(number: int, mixed: bool, kv: KvDtype, interpret: Int
 class Spoiled:
     """A step of which one layer adds `added` times as much to the stream, or stores values `stored` times as large.
 
-    `only`: with so many new tokens of a sequence; None: with any.
+    only: the number of new tokens of a sequence with which it does; None: any.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ constexpr int ALONG = SIDE * ROWS;
 
 }  // namespace
 
-// y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART or BYTE_PART rows of integers with adjacent units. Those
-// of row blocks after the last are undefined. `once`: no other rows read these codes. Defined in few_rows_cpu.cpp; for 8-bit activations in
-// one_byte_cpu.cpp.
+// y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART, BYTE_PART or LONG_PART rows of integers with adjacent
+// units. Those of row blocks after the last are undefined. `once`: no other rows read these codes. Defined in few_rows_cpu.cpp; for 8-bit
+// activations in one_byte_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
 
