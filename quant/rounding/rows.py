@@ -28,7 +28,7 @@ def split_rows(values: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
-    # The divisors of the rows from `source.start` on; the inputs that they produce are multiplied by `scale`.
+    """Return what divides the rows from `source.start` on, if the inputs that they produce are multiplied by `scale`."""
     rows = scale.view(source.groups, source.copies, source.width)[:, 0]
     stride, last = source.stride or source.width, source.groups - 1
     spaced = torch.ones(last * stride + source.width, dtype=scale.dtype, device=scale.device)
@@ -37,7 +37,7 @@ def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
 
 
 def rescaled(moments: Tensor, source: OutputRows, scale: Tensor) -> Tensor:
-    # The moments [blocks, S, S] of gradients by rows that were divided by `row_scale`.
+    """Return the moments [blocks, S, S] of gradients by rows after these were divided by `row_scale`."""
     factors = moments.new_ones(moments.shape[:2]).flatten()
     divisors = row_scale(source, scale)
     factors[source.start : source.start + len(divisors)] = divisors.to(factors)

@@ -94,7 +94,7 @@ class LinearSolver:
             part, scales = target[rows], solution.quantized.scales[rows]
             solved = Quantized(solution.quantized.codes[rows], scales)
             rounded = Quantized(round_to_grid(part, scales, grid), scales)
-            total = _output_size(part, hessian)
+            total = _reduced_output_size(part, hessian)
             lost, same_scales = (output_error(part, codes, grid, hessian, total) for codes in (solved, rounded))
             fallback = "Hessian not positive definite" if solution.fallback else None
             if lost > same_scales:
@@ -150,11 +150,11 @@ def output_error(
     total: ||W X||^2, if it is known.
     """
     original = weight.float()
-    lost = _output_size(dequantize_codes(quantized, grid).sub_(original), hessian)
-    total = _output_size(original, hessian) if total is None else total
+    lost = _reduced_output_size(dequantize_codes(quantized, grid).sub_(original), hessian)
+    total = _reduced_output_size(original, hessian) if total is None else total
     return lost / total if total > 0 else 0.0
 
 
-def _output_size(weight: Tensor, hessian: Tensor) -> float:
+def _reduced_output_size(weight: Tensor, hessian: Tensor) -> float:
     with reduced_precision(hessian.device):  # rounding moves the ratio by less than 1e-4
         return output_size(weight, hessian)

@@ -89,7 +89,7 @@ def _fp32_inference(
     return cast("Callable[Concatenate[Tensor, _P], Tensor | Declined]", wrapped)  # `wraps` hides its type
 
 
-def _late(module: str, name: str, **options: object) -> Callable[..., Any]:
+def _lazy(module: str, name: str, **options: object) -> Callable[..., Any]:
     # Imported when it is first tried: no GPU code where the native kernels compute everything, and no kernels of layers
     # that a model does not have.
     def kernel(*arguments: object) -> object:
@@ -101,16 +101,16 @@ def _late(module: str, name: str, **options: object) -> Callable[..., Any]:
 
 def _recurrent(name: str) -> tuple[Callable[..., Any], ...]:
     native, device = (
-        _late("kernels.cpu.recurrent", f"native_{name}"),
-        _late("kernels.triton.recurrent", f"triton_{name}"),
+        _lazy("kernels.cpu.recurrent", f"native_{name}"),
+        _lazy("kernels.triton.recurrent", f"triton_{name}"),
     )
-    return native, device, _late("kernels.recurrent", name)
+    return native, device, _lazy("kernels.recurrent", name)
 
 
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 DENSE_PRODUCT = Operation(
     "dense product",
-    (_fp32_inference(dense_product), _late("kernels.cpu.rounded", "rounded_product"), functional.linear),
+    (_fp32_inference(dense_product), _lazy("kernels.cpu.rounded", "rounded_product"), functional.linear),
 )
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
 RMS_NORM = Operation("RMSNorm", (native_rms_norm, reference.rms_norm))
@@ -138,27 +138,27 @@ ATTENTION: Operation[
 ATTENTION = Operation("attention", (attend_cached, reference_attention.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks",
-    (attend_paged, _late("kernels.triton.paged_attention", "triton_attend_paged"), reference_attention.attend_gathered),
+    (attend_paged, _lazy("kernels.triton.paged_attention", "triton_attend_paged"), reference_attention.attend_gathered),
 )
 # Without the last resort: on a GPU gathered blocks and torch's attention are faster than the reference.
 PROMPT_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
-    "attention of prompts over blocks", (_late("kernels.triton.paged_attention", "triton_attend_prompt"),)
+    "attention of prompts over blocks", (_lazy("kernels.triton.paged_attention", "triton_attend_prompt"),)
 )
 LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
     "latent attention over blocks",
     (
-        _late("kernels.cpu.latent", "native_latent_attention"),
-        _late("kernels.triton.latent", "triton_latent_attention"),
+        _lazy("kernels.cpu.latent", "native_latent_attention"),
+        _lazy("kernels.triton.latent", "triton_latent_attention"),
         reference_attention.attend_latent,
     ),
 )
 HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 HEAD_PRODUCT = Operation(
-    "product by heads", (_fp32_inference(_late("kernels.cpu.latent", "native_head_product")), reference.head_product)
+    "product by heads", (_fp32_inference(_lazy("kernels.cpu.latent", "native_head_product")), reference.head_product)
 )
 PORTABLE_HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 PORTABLE_HEAD_PRODUCT = Operation(
-    "portable product by heads", (_late("kernels.cpu.latent", "native_head_product", portable=True),)
+    "portable product by heads", (_lazy("kernels.cpu.latent", "native_head_product", portable=True),)
 )
 CACHE_VECTORS: Operation[[Tensor, torch.dtype], Stored] = Operation(
     "conversion to the cache's dtype", (native_stored, Stored.of)
@@ -169,26 +169,26 @@ CONVOLUTION = Operation("short convolution", _recurrent("convolve"))
 DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs | DeviceRuns, DeltaSizes], Tensor]
 DELTA_RULE = Operation("gated delta rule", _recurrent("delta_rule"))
 GATED_NORM: Operation[[Tensor, Tensor, float, Tensor, bool], Tensor]
-GATED_NORM = Operation("gated norm", (_late("kernels.cpu.recurrent", "native_gated_norm"), recurrent.gated_norm))
+GATED_NORM = Operation("gated norm", (_lazy("kernels.cpu.recurrent", "native_gated_norm"), recurrent.gated_norm))
 SCAN: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Runs | DeviceRuns, ScanSizes], Tensor]
 SCAN = Operation("state space scan", _recurrent("scan"))
 GROUP_NORM: Operation[[Tensor, Tensor, float, Tensor, int], Tensor]
 GROUP_NORM = Operation(
-    "gated norm of groups", (_late("kernels.cpu.recurrent", "native_group_norm"), recurrent.group_norm)
+    "gated norm of groups", (_lazy("kernels.cpu.recurrent", "native_group_norm"), recurrent.group_norm)
 )
 
 # MoE layers: choice of experts, their products, the weighted sum of their outputs, the gate of a shared expert.
 ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]
-ROUTING = Operation("routing", (native_route, _late("kernels.triton.experts", "triton_route"), reference.route))
+ROUTING = Operation("routing", (native_route, _lazy("kernels.triton.experts", "triton_route"), reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
 ROUTED_PRODUCT = Operation(
     "product of experts",
-    (native_routed_product, _late("kernels.triton.experts", "triton_routed_product"), reference.routed_product),
+    (native_routed_product, _lazy("kernels.triton.experts", "triton_routed_product"), reference.routed_product),
 )
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
 WEIGHTED_SUM = Operation(
     "weighted sum",
-    (native_weighted_sum, _late("kernels.triton.experts", "triton_weighted_sum"), reference.weighted_sum),
+    (native_weighted_sum, _lazy("kernels.triton.experts", "triton_weighted_sum"), reference.weighted_sum),
 )
 ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
 ROW_WEIGHTS = Operation("weights of rows", (native_weigh_rows, reference.weigh_rows))

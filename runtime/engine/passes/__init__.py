@@ -116,9 +116,9 @@ def compile_passes(
     for name, compiler in compilers.items():
         if compiler.fallback and compiled:
             continue
-        way = compiler.compile(model, kv, report_once)
-        if isinstance(way, Declined):
-            declined[name] = way
+        result = compiler.compile(model, kv, report_once)
+        if isinstance(result, Declined):
+            declined[name] = result
         else:
-            compiled.append(way)
+            compiled.append(result)
     return Passes((*compiled, compile_plain_pass(model, kv, report_once)), declined)

@@ -47,10 +47,10 @@ def _compile_looping(
         from mycli.runtime.engine.passes import device_loop
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
-    way = compile_step(model, step, kv, GraphCapture(), report, name, step)
-    if isinstance(way, CudaPass):
-        way.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
-    return way
+    result = compile_step(model, step, kv, GraphCapture(), report, name, step)
+    if isinstance(result, CudaPass):
+        result.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
+    return result
 
 
 def compile_step(

@@ -78,15 +78,14 @@ class _PassRows:
         self._owned = arrays, draft_flags, per_layer_inputs, self.tables
         self.rows = CPassRows(
             *map(addressof, arrays),
-            addressof(draft_flags),
-            rotations,
-            pointer(per_layer_inputs),
-            None,
-            starts[-1],
-            len(chunks),
-            width,
-            0 if per_layer_inputs is None else per_layer_inputs.stride(1),
-            all_positions is not None,
+            drafts=addressof(draft_flags),
+            rotations=rotations,
+            per_layer_inputs=pointer(per_layer_inputs),
+            rows=starts[-1],
+            sequences=len(chunks),
+            table_width=width,
+            per_layer_stride=0 if per_layer_inputs is None else per_layer_inputs.stride(1),
+            by_position=all_positions is not None,
         )
 
 
@@ -118,12 +117,12 @@ def _layer_cache(module: Attention | LatentAttention, cache: KVCache, rotations:
     rope = module.spec.rope
     return CLayerCache(
         *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
-        blocks,
-        block_size,
-        keys.data.stride(0) // size,
-        keys.data.stride(1) // size,
-        CACHE_TYPES[keys.data.dtype],
-        -1 if rope is None else rotations.index(rope),
+        blocks=blocks,
+        block_size=block_size,
+        block_stride=keys.data.stride(0) // size,
+        head_stride=keys.data.stride(1) // size,
+        cache_type=CACHE_TYPES[keys.data.dtype],
+        rotation=-1 if rope is None else rotations.index(rope),
     )
 
 
@@ -134,7 +133,7 @@ def _layer_states(module: Recurrent, cache: KVCache, offset: int) -> CLayerState
 
 @dataclass(eq=False)
 class _NativeRun:
-    """Consecutive native parts, one call; the call is kept for each cache, whose addresses it holds."""
+    """Consecutive native parts that run in one call; its structures hold addresses, so each cache has its own chain."""
 
     library: Native
     parts: tuple[_NativePart, ...]
@@ -317,13 +316,13 @@ class CpuPass:
         stop_ids = sorted(frozenset[int]().union(*work.stop_ids))
         stops = (c_int64 * len(stop_ids))(*stop_ids)
         loop = CLoop(
-            model.embedding.data_ptr(),
-            model.config.hidden_size,
-            work.sampling[0].vocab_size,
-            addressof(stops),
-            len(stop_ids),
-            embedding_scale(model.config, model.dtype),
-            model.config.logit_scale,
+            embedding=model.embedding.data_ptr(),
+            hidden=model.config.hidden_size,
+            choices=work.sampling[0].vocab_size,
+            stops=addressof(stops),
+            stop_count=len(stop_ids),
+            embedding_scale=embedding_scale(model.config, model.dtype),
+            logit_scale=model.config.logit_scale,
         )
         chain = self._run.chain(work.cache, rows)
         last = [token for chunk in work.chunks for token in chunk.tokens]

@@ -66,6 +66,7 @@ class _DenseMlp:
         counters: Tensor,
         router_scores: Tensor | None = None,
     ) -> Activation | None:
+        """Do as `FusedMixture.add_to`; there is no router."""
         normed = add(attended, o, stream, self.norm, counters, residual=residual)
         assert normed is not None
         active = activate(normed, self.norm.product, stream.dtype, self.down, counters, self.activation)
@@ -77,13 +78,13 @@ class _Layer:
     input_norm: Norm
     o: FewRowsProduct
     residual: Residual
-    second: _DenseMlp | FusedMixture
+    mlp: _DenseMlp | FusedMixture
     projection: Projection
     scoring: Scoring
     rope: RopeSpec | None
 
     def largest(self) -> int:
-        return max(self.input_norm.product.n, self.o.n, self.second.largest())
+        return max(self.input_norm.product.n, self.o.n, self.mlp.largest())
 
 
 def _packed(linear: Linear) -> TritonMatmul | None:
@@ -179,14 +180,14 @@ def _layer(block: Block, chip: Chip) -> _Layer | Declined:
     products = _products({"qkv": attention.qkv, "o": attention.o}, chip)
     if isinstance(products, Declined):
         return products
-    second = _mixture(mlp, chip) if isinstance(mlp, Experts) else _dense_mlp(mlp, chip)
-    if isinstance(second, Declined):
-        return second
+    fused_mlp = _mixture(mlp, chip) if isinstance(mlp, Experts) else _dense_mlp(mlp, chip)
+    if isinstance(fused_mlp, Declined):
+        return fused_mlp
     return _Layer(
         _norm_before(attention, products["qkv"]),
         products["o"],
         _residual(attention, attention.o),
-        second,
+        fused_mlp,
         _projection(attention),
         attention_scoring(attention.spec, attention.sinks),
         attention.spec.rope,
@@ -297,7 +298,7 @@ class FusedStep:
         )
         attended = decode_attention(query, stored, lengths, block_table, layer.scoring, layer.o, counters, counts)
         norm = self._next_norms[index]
-        return layer.second.add_to(attended, layer.o, layer.residual, stream, norm, counters, router_scores)
+        return layer.mlp.add_to(attended, layer.o, layer.residual, stream, norm, counters, router_scores)
 
     def _logits(self, x: Activation | None, stream: Tensor, inputs: StepInput, last: bool) -> Tensor:
         # The head is a tenth of a model: of a prompt it multiplies the last row alone, normed by an operation of its

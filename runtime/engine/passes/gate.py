@@ -53,17 +53,17 @@ def tolerance(model: Transformer, kv: KvDtype = "auto") -> float:
     return min(max(TOLERANCE, _ROUNDING_SHARE * rounding), ROUTED_TOLERANCE)
 
 
-def _difference(actual: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 def compare_logits(logits: Tensor, expected: Tensor, most: float) -> Declined | None:
-    error = _difference(logits, expected)
+    error = _relative_error(logits, expected)
     return None if error < most else Declined("logits-differ", {"percent": f"{error:.1%}"})
 
 
 def compare_hidden(rows: Tensor, expected: Tensor, most: float) -> Declined | None:
-    error = _difference(rows, expected)
+    error = _relative_error(rows, expected)
     return None if error < most else Declined("hidden-states-differ", {"percent": f"{error:.1%}"})
 
 
@@ -113,7 +113,7 @@ class _Compared:
         """Return the relative change of logits if the stream after every layer is rounded to a neighbour."""
         with _rounded_streams(self._model):
             rounded = self.plain(self.chunk(count))
-        return _difference(rounded, self.plain(self.chunk(count)))
+        return _relative_error(rounded, self.plain(self.chunk(count)))
 
     def logits(self, step: Step, count: int, capture: Capture | None, most: float) -> Declined | None:
         chunk, hidden = self.chunk(count), list[Tensor]()
@@ -149,7 +149,7 @@ class _Compared:
             return self._states()
 
         states = run(launches)
-        error = max(_difference(ours, theirs) for ours, theirs in zip(states, expected, strict=True))
+        error = max(_relative_error(ours, theirs) for ours, theirs in zip(states, expected, strict=True))
         if not error < most:
             return Declined("draft-states-differ", {"percent": f"{error:.1%}"})
         if capture is None:
@@ -174,13 +174,13 @@ class _Compared:
             repeated = [score.repeat(self.sequences, 1) for score in scores]
             stream = x[0].repeat(self.sequences, 1)
             actual = step.run_layer(index, stream, inputs, self._rope, self.cache, *repeated)[:count]
-            error = _change_difference(actual, expected[0], x[0])
+            error = _change_error(actual, expected[0], x[0])
             most = LAYER_TOLERANCE[model.dtype]
             if not error < most:
                 return Declined("layer-differs", {"layer": index, "percent": f"{error:.1%}"})
             most = _CACHE_TOLERANCE.get(self.cache.dtype, most)
             for ours, theirs in zip(self._written(index, chunk), written, strict=True):
-                if not (error := _difference(ours, theirs)) < most:
+                if not (error := _relative_error(ours, theirs)) < most:
                     return Declined("layer-cache-differs", {"layer": index, "percent": f"{error:.1%}"})
             x = expected
         return None
@@ -196,7 +196,7 @@ class _Compared:
         return written
 
 
-def _change_difference(actual: Tensor, expected: Tensor, x: Tensor) -> float:
+def _change_error(actual: Tensor, expected: Tensor, x: Tensor) -> float:
     """Return the relative error of what a layer adds to the stream x [rows, size]: root mean square over rows."""
     actual, plain, before = actual.float(), expected.float(), x.float()
     # The stream is rounded whatever the layer adds; in some channels it is hundreds of times larger.

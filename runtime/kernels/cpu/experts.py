@@ -46,7 +46,7 @@ class CChoice(ctypes.Structure):
     _fields_ = [
         ("correction", c_void_p),
         *((name, c_int64) for name in ("top", "groups", "top_groups", "group_best")),
-        *((name, c_float) for name in ("margin", "scale")),
+        *((name, c_float) for name in ("epsilon", "scale")),
         *((name, c_int32) for name in ("normalized", "sigmoid")),
     ]
 

@@ -88,10 +88,10 @@ class CExpertProduct(ctypes.Structure):
 
 
 class Fetch:
-    """The callback by which C++ has the experts that a pass chose read into memory, batch by batch.
+    """The callback from C++ that reads the experts chosen by a pass into memory, batch by batch.
 
-    `load(experts)` yields, for each batch, the indices into `experts` that are now in memory. An exception raised there
-    is raised again by the pass (`take_error`).
+    `load(experts)` yields, for each batch, the indices into `experts` that are now in memory. The pass raises an
+    exception of `load` again (`take_error`).
     """
 
     def __init__(self, load: Callable[[Sequence[int]], Iterable[Sequence[int]]]) -> None:
@@ -286,10 +286,10 @@ class CChain:
         if status == _NO_MEMORY:
             raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
         if status == _NOT_FETCHED:
-            fetchers = (part.fetcher for part in self.parts if isinstance(part, CExpertsPart))
-            raise next(
-                error for fetcher in fetchers if fetcher is not None and (error := fetcher.take_error()) is not None
-            )
+            for part in self.parts:
+                fetcher = part.fetcher if isinstance(part, CExpertsPart) else None
+                if fetcher is not None and (error := fetcher.take_error()) is not None:
+                    raise error
         raise ValueError("sequence lengths do not fit their cache blocks, or a state slot does not exist")
 
 

@@ -274,11 +274,11 @@ class FusedMixture:
         o: FewRowsProduct,
         residual: Residual,
         stream: Tensor,
-        following: Norm | None,
+        next_norm: Norm | None,
         counters: Tensor,
         router_scores: Tensor | None = None,
     ) -> Activation | None:
-        """Add the product with `o`, and then the mixture, to the stream [rows, size]; return it normed by `following`.
+        """Add the product with `o`, and then the mixture, to the stream [rows, size]; return it normed by `next_norm`.
 
         residual: bias, norm and factors of `o`. counters: as in `residual.add`. router_scores: instead of the router's.
         """
@@ -296,4 +296,4 @@ class FusedMixture:
         outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))
         shared = None if self.shared is None else self.shared.parts(normed, stream)
         gates = None if gate is None else scores[:, experts:]
-        return combine(outputs, route, last, stream, following, shared, gates, self.residual, self.down_bias)
+        return combine(outputs, route, last, stream, next_norm, shared, gates, self.residual, self.down_bias)

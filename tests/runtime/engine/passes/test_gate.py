@@ -38,7 +38,7 @@ def test_logits_may_differ_by_what_rounding_makes_of_them_and_no_layer_may_be_mi
     tokens = torch.randint(0, 512, (1, 300), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         plain, expected = whole(deep, tokens)[0, -4:], whole(exact, tokens)[0, -4:]
-        rounding, bound = gate._difference(plain, expected), tolerance(deep)
+        rounding, bound = gate._relative_error(plain, expected), tolerance(deep)
         assert gate.TOLERANCE < rounding < bound < min(2.6 * rounding, gate.ROUTED_TOLERANCE)
         list(deep.layers())[12].register_forward_hook(lambda block, inputs, x: inputs[0])
         assert compare_logits(whole(deep, tokens)[0, -4:], plain, bound) is not None
@@ -147,6 +147,6 @@ def test_what_a_layer_adds_is_compared_beyond_the_rounding_of_the_stream() -> No
     rounded[:, 0] += 4.0  # one step of bf16 at 1000
     wrong = expected.clone()
     wrong[:, 1:] *= 1.05
-    assert gate._change_difference(rounded, expected, x.bfloat16()) < gate.LAYER_TOLERANCE[torch.float16]
-    assert gate._change_difference(wrong, expected, x.bfloat16()) > gate.LAYER_TOLERANCE[torch.float16]
-    assert not gate._change_difference(wrong * torch.nan, expected, x.bfloat16()) < gate.LAYER_TOLERANCE[torch.float16]
+    assert gate._change_error(rounded, expected, x.bfloat16()) < gate.LAYER_TOLERANCE[torch.float16]
+    assert gate._change_error(wrong, expected, x.bfloat16()) > gate.LAYER_TOLERANCE[torch.float16]
+    assert not gate._change_error(wrong * torch.nan, expected, x.bfloat16()) < gate.LAYER_TOLERANCE[torch.float16]

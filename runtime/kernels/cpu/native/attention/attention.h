@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t FEW_ROWS = 32;  // rows of a key head up to which threads share chunks
 constexpr int64_t ALONE_VECTORS = 256;  // vectors up to which one thread has rotated all before others are awake
-constexpr int64_t AT_ONCE = int64_t(4) << 20;  // floats for the chunks of several heads; one head may need more
+constexpr int64_t ROUND_FLOATS = int64_t(4) << 20;  // for the chunks of several heads; one head may need more
 
 // The two steps of a round: chunks, then rows or parts of rows. A share is a sequence and a key head.
 struct Share {
@@ -36,7 +36,7 @@ struct Round {
         memory += floats;
     }
     const Share& of(int64_t task, int step) const {
-        const auto later = [=](int64_t one, const Share& share) { return one < share.first[step]; };
+        const auto later = [=](int64_t number, const Share& share) { return number < share.first[step]; };
         return *(std::upper_bound(shares.begin(), shares.end(), task, later) - 1);
     }
 };
@@ -199,7 +199,7 @@ template <class Path> struct Attending {
                 const int64_t chunks = rows.chunks(a), joined = chunks > 1 ? rows.count : 0;  // rows that need the second step
                 const int64_t pieces = few ? joined : (rows.count + Path::ROWS_AT_ONCE - 1) / Path::ROWS_AT_ONCE;
                 const int64_t floats = chunks * (few ? joined * row_size : packed_size());
-                if (round.memory && round.memory + floats > AT_ONCE) {
+                if (round.memory && round.memory + floats > ROUND_FLOATS) {
                     if (!run(round, few)) return false;
                     round = Round();
                 }
@@ -209,7 +209,11 @@ template <class Path> struct Attending {
     }
 };
 
-// Returns 0; 1: no memory; 2: lengths or block table out of range.
+// Returns 0, or 1 without memory.
+template <class Path> int attend_rows(const Attention& a, int threads) {
+    const Attending<Path> attending{a, threads};
+    return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
+}
 template <class Path> int attend_by(const Attention& a, int threads) {
     if constexpr (Path::ROTATED) {
         const int64_t vectors = a.starts[a.sequences] * a.kv_heads * a.group;
@@ -224,13 +228,11 @@ template <class Path> int attend_by(const Attention& a, int threads) {
         Attention rotated = a;
         rotated.query = query.get();
         rotated.query_type = F32;
-        const Attending<Path> attending{rotated, threads};
-        return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
-    } else {
-        const Attending<Path> attending{a, threads};
-        return attending.run_all(true) && attending.run_all(false) ? 0 : 1;
+        return attend_rows<Path>(rotated, threads);
     }
+    return attend_rows<Path>(a, threads);
 }
+// Returns 0; 1: no memory; 2: lengths or block table out of range.
 inline int attend_any(const Attention& a, int threads) try {
     if (!is_sound(a)) return 2;
 #if AMX

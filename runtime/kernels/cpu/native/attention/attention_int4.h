@@ -100,13 +100,13 @@ inline void widen(const void* x, int32_t type, int64_t at, int64_t size, float* 
 
 // Converts vectors x [vectors, head_dim] to codes and scales. Returns false without memory.
 inline bool pack_vectors(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* codes, uint16_t* scales, int threads) {
-    constexpr int64_t AT_ONCE = 16;  // vectors
-    const int64_t tasks = (vectors + AT_ONCE - 1) / AT_ONCE;
+    constexpr int64_t TASK_VECTORS = 16;
+    const int64_t tasks = (vectors + TASK_VECTORS - 1) / TASK_VECTORS;
     std::unique_ptr<float[]> room(new (std::nothrow) float[size_t(tasks * head_dim)]);
     if (!room) return false;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t task = 0; task < tasks; task++)
-        for (int64_t i = task * AT_ONCE; i < std::min(vectors, (task + 1) * AT_ONCE); i++) {
+        for (int64_t i = task * TASK_VECTORS; i < std::min(vectors, (task + 1) * TASK_VECTORS); i++) {
             float* vector = room.get() + task * head_dim;
             widen(x, type, i * head_dim, head_dim, vector);
             pack_vector(vector, head_dim, codes + i * (head_dim / 2), scales + i * int4_groups(head_dim));

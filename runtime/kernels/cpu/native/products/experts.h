@@ -59,9 +59,9 @@ struct FewExperts {
         if (count_of(r, expert) > EXPERT_ROWS || path_of(w, count_of(r, expert)) != Path::BYTES) return false;
         if (!products.empty() && !(row_cut_of(w) == row_cut_of(*products[0].weight))) return false;
         const int64_t start = r.starts[expert], count = count_of(r, expert);
-        const bool one = r.tokens && r.rows == 1;
-        products.push_back({&w, one ? 0 : int64_t(rows.size()), count, static_cast<uint16_t*>(r.y) + start * r.outputs, r.outputs});
-        for (int64_t p = start; p < start + count && !(one && rows.size()); p++)
+        const bool shares_row = r.tokens && r.rows == 1;
+        products.push_back({&w, shares_row ? 0 : int64_t(rows.size()), count, static_cast<uint16_t*>(r.y) + start * r.outputs, r.outputs});
+        for (int64_t p = start; p < start + count && !(shares_row && rows.size()); p++)
             rows.push_back(static_cast<const uint16_t*>(r.x) + (r.tokens ? r.tokens[p] : p) * r.inputs);
         return true;
     }
@@ -79,14 +79,14 @@ inline bool multiply_tables(const Routed& r, int threads) {
     const int64_t tasks = (r.outputs + TABLE_TASK - 1) / TABLE_TASK, pairs = r.starts[r.experts];
     const void* const* like = std::find_if(r.weights, r.weights + r.experts, [](const void* w) { return w; });
     if (like == r.weights + r.experts) return true;
-    const bool one = r.tokens && r.rows == 1;  // one row, read by all pairs
-    const Memory memory(rounded_up(4 * (one ? 1 : pairs) * r.inputs + 64));
+    const bool shares_row = r.tokens && r.rows == 1;  // all pairs read the one row
+    const Memory memory(rounded_up(4 * (shares_row ? 1 : pairs) * r.inputs + 64));
     if (!memory.at) return false;
     float* rows = reinterpret_cast<float*>(memory.at);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t p = 0; p < (one ? 1 : pairs); p++) {
+        for (int64_t p = 0; p < (shares_row ? 1 : pairs); p++) {
             const int64_t from = (r.tokens ? r.tokens[p] : p) * r.inputs;
             by_kind(*static_cast<const TableWeight*>(*like), [&](const auto& codes) {
                 for (int64_t i = 0; i < r.inputs; i += LANE)
@@ -100,7 +100,7 @@ inline bool multiply_tables(const Routed& r, int threads) {
             if (!r.weights[expert]) continue;
             const TableWeight& t = *static_cast<const TableWeight*>(r.weights[expert]);
             by_kind(t, [&](const auto& codes) {
-                const float* inputs = rows + (one ? 0 : start * r.inputs);
+                const float* inputs = rows + (shares_row ? 0 : start * r.inputs);
                 const int64_t end = std::min(first + TABLE_TASK, r.outputs);
                 table_part(t, codes, first, end, inputs, count_of(r, expert), [&](int64_t m, int64_t n, float sum) {
                     const int64_t at = (start + m) * r.outputs + n;
@@ -136,7 +136,7 @@ inline bool multiply_routed(const Routed& r, int threads) {
 struct Choice {  // mirrored by experts.py; see RoutingSpec
     const float* correction;  // [experts], or null
     int64_t top, groups, top_groups, group_best;
-    float margin, scale;
+    float epsilon, scale;
     int32_t normalized, sigmoid;
 };
 
@@ -200,21 +200,22 @@ inline void choose_by_values(const Routing& r, const float* score, int32_t* chos
         value[e] = choice.sigmoid ? 1 / (1 + std::exp(-score[e])) : std::exp(score[e] - highest);
         sum += value[e];
     }
-    for (float& each : value) each = choice.sigmoid ? each : each / sum;
+    if (!choice.sigmoid)
+        for (float& share : value) share /= sum;
     std::vector<float> corrected(value);
     for (size_t e = 0; choice.correction && e < value.size(); e++) corrected[e] += choice.correction[e];
     if (choice.groups > 1) leave_groups(choice, corrected);
     find_highest(corrected.data(), r.experts, choice.top, chosen);
     float total = 0;
     for (int64_t j = 0; j < choice.top; j++) total += weight[j] = value[size_t(chosen[j])];
-    total = choice.normalized ? total + choice.margin : 1;
+    total = choice.normalized ? total + choice.epsilon : 1;
     for (int64_t j = 0; j < choice.top; j++) weight[j] = weight[j] / total * choice.scale;
 }
 
 // The experts of a token, highest score first, and their weights.
 inline void choose_experts(const Routing& r, int64_t token) {
     const Choice& choice = r.choice;
-    const bool plain = !choice.sigmoid && !choice.correction && choice.groups == 1 && choice.margin == 0;
+    const bool plain = !choice.sigmoid && !choice.correction && choice.groups == 1 && choice.epsilon == 0;
     const float* score = r.scores + token * r.experts;
     (plain ? choose_by_scores : choose_by_values)(r, score, r.chosen + token * choice.top, r.weights + token * choice.top);
 }
@@ -236,7 +237,7 @@ inline int64_t sort_pairs(const Routing& r) {
     return hits;
 }
 
-struct WeightedSum {  // mirrored by build.py
+struct WeightedSum {  // mirrored by experts.py
     const void* x;  // [pairs, size]
     const int32_t* places;  // [tokens, top]
     const float* weights;  // [tokens, top]

@@ -24,7 +24,7 @@ constexpr int PART = 4, BYTE_PART = PART, LONG_PART = PART, SIDE = 1;
 constexpr int PART = 1, BYTE_PART = PART, LONG_PART = PART, SIDE = 1;
 #endif
 constexpr int LONG_BITS = 6;
-constexpr int ALONG = SIDE * ROWS;
+constexpr int ALONG = SIDE * ROWS;  // outputs of the row blocks side by side
 
 }  // namespace
 
@@ -40,15 +40,16 @@ namespace {
 // it is the limit of few rows and long codes.
 template <int B, int M> constexpr int AT_ONCE = 4 * M > STORED<B> && M <= BYTE_PART ? SIDE : 1;
 
-// Calls use(how many row blocks, the first, its results) for SIDE row blocks from `row_block`. On Zen 5 memory limits every number of
-// rows that reads the codes once.
+// Calls use(how many row blocks, the first, its results) for SIDE row blocks from `row_block`: AT_ONCE at a time, or one where memory
+// is the limit. On Zen 5 that is whenever the codes are read once.
 template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t row_block, bool once, float* y, Use use) {
     const auto each = [&](auto at_once) {
         for (int n = 0; n < SIDE && row_block + n < blocks_of(w.rows); n += at_once.value) use(at_once, row_block + n, y + n * ROWS);
     };
-    constexpr bool PARTED = !ZEN5 || M > 2;  // rows of several parts may be as few
-    if (!PARTED || (ZEN5 && once)) return each(std::integral_constant<int, 1>());
-    if constexpr (PARTED) each(std::integral_constant<int, AT_ONCE<B, M>>());
+    // On Zen 5 one or two rows are never a part of more rows, so they read the codes once; this avoids an instance.
+    constexpr bool MAY_READ_AGAIN = !ZEN5 || M > 2;
+    if (!MAY_READ_AGAIN || (ZEN5 && once)) return each(std::integral_constant<int, 1>());
+    if constexpr (MAY_READ_AGAIN) each(std::integral_constant<int, AT_ONCE<B, M>>());
 }
 
 // The codes of N row blocks side by side, read block by block.
@@ -156,7 +157,7 @@ inline int64_t few_limit(const Weight& w) {
     return ZEN5 && (w.bits > 4 || w.factors) ? 24 : FEW;
 }
 constexpr int64_t EXPERT_ROWS = 16;  // of an expert that is multiplied together with others: threads share row blocks, not rows
-constexpr int64_t OWN = 4;  // up to this many rows, each thread converts all rows itself
+constexpr int64_t ROWS_FOR_EACH = 4;  // up to this many rows, each thread converts all rows itself
 #if WIDTH
 // Rows of activations as integers in bytes, in memory of the caller.
 struct IntegerRows {
@@ -165,14 +166,18 @@ struct IntegerRows {
     Bytes bytes;
 
     static int64_t stride(int64_t inputs) { return inputs + 64; }  // rows a power of two apart would share a few cache lines
-    static int64_t room(int64_t rows, int64_t inputs, const Cut& cut) { return rounded_up(rows * (cut.one_byte ? 1 : 2) * stride(inputs)); }
-    static int64_t notes(int64_t rows, int64_t inputs, const Cut& cut) { return rounded_up(rows * inputs / cut.segment * 4); }
-    static int64_t size(int64_t rows, int64_t inputs, const Cut& cut) { return room(rows, inputs, cut) + 3 * notes(rows, inputs, cut); }
+    // Bytes of all integers, and of one of the three arrays of `Units`.
+    static int64_t integer_bytes(int64_t rows, int64_t inputs, const Cut& cut) { return rounded_up(rows * (cut.one_byte ? 1 : 2) * stride(inputs)); }
+    static int64_t unit_bytes(int64_t rows, int64_t inputs, const Cut& cut) { return rounded_up(rows * inputs / cut.segment * 4); }
+    static int64_t size(int64_t rows, int64_t inputs, const Cut& cut) {
+        return integer_bytes(rows, inputs, cut) + 3 * unit_bytes(rows, inputs, cut);
+    }
 
     IntegerRows(char* memory, int64_t rows, int64_t inputs, const Cut& cut) : inputs(inputs), cut(cut) {
-        char* const first = memory + room(rows, inputs, cut);
-        const int64_t each = notes(rows, inputs, cut);
-        const Units units{reinterpret_cast<float*>(first), reinterpret_cast<int32_t*>(first + each), reinterpret_cast<float*>(first + 2 * each), 1, rows};
+        char* const unit = memory + integer_bytes(rows, inputs, cut);
+        char* const sum = unit + unit_bytes(rows, inputs, cut);
+        char* const shift = sum + unit_bytes(rows, inputs, cut);
+        const Units units{reinterpret_cast<float*>(unit), reinterpret_cast<int32_t*>(sum), reinterpret_cast<float*>(shift), 1, rows};
         bytes = {reinterpret_cast<int8_t*>(memory), stride(inputs), units};
     }
     // Converts x [inputs] to row `row`. The sums of one byte are negative: those of numbers that count from 0 start with them.
@@ -270,13 +275,13 @@ class FewStage {
 public:
     // The weights have the same inputs and cut.
     FewStage(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads)
-        : x(x), inputs(products[0].weight->inputs), cut(row_cut_of(*products[0].weight)), memory((rows() <= OWN ? threads : 1) * size()),
+        : x(x), inputs(products[0].weight->inputs), cut(row_cut_of(*products[0].weight)), memory((rows() <= ROWS_FOR_EACH ? threads : 1) * size()),
           blocks(products, threads) {}
     bool has_memory() const { return memory.at; }
 
     // Run by thread `self` of a region. Each converts all rows itself: for few rows that is faster than waiting for others.
     void multiply(int self) {
-        if (rows() > OWN) return multiply_shared([](int64_t) {});
+        if (rows() > ROWS_FOR_EACH) return multiply_shared([](int64_t) {});
         FewBlocks::Share share{};
         if (!blocks.take(share)) return;
         const IntegerRows rows_of_thread = integers(self);

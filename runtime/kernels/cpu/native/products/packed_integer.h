@@ -77,14 +77,14 @@ inline void make_integers(const uint16_t* x, int64_t inputs, const Cut& cut, int
 // Two bytes per integer, v = 256 * high + low, in the order of the fours: byte i of four q is input 4q + 2 * (i % 2) + i / 2.
 // `count` is a multiple of 16.
 inline void cut_bytes(const int16_t* v, int64_t count, int8_t* high, int8_t* low) {
-    typedef int16_t Sixteen __attribute__((vector_size(32)));
-    typedef int8_t Cut __attribute__((vector_size(16)));
-    constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+    typedef int16_t Words16 __attribute__((vector_size(32)));
+    typedef int8_t Bytes16 __attribute__((vector_size(16)));
+    constexpr Words16 order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
     for (int64_t i = 0; i < count; i += 16) {
-        Sixteen all;
+        Words16 all;
         memcpy(&all, v + i, sizeof all);
         all = __builtin_shuffle(all, order);
-        const Cut upper = __builtin_convertvector((all + 128) >> 8, Cut), lower = __builtin_convertvector(all, Cut);
+        const Bytes16 upper = __builtin_convertvector((all + 128) >> 8, Bytes16), lower = __builtin_convertvector(all, Bytes16);
         memcpy(high + i, &upper, sizeof upper);
         memcpy(low + i, &lower, sizeof lower);
     }

@@ -64,7 +64,6 @@ enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
 constexpr int64_t SUPER_BLOCK = 256;  // inputs that share a factor of their scales
-constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a panel's stream
 // AMD's processors with bf16 dot products: Zen 5 has AVX-VNNI.
 #if defined(BF16_DOT) && defined(__AVXVNNI__)
 constexpr bool ZEN4 = false, ZEN5 = true;
@@ -73,7 +72,9 @@ constexpr bool ZEN4 = true, ZEN5 = false;
 #else
 constexpr bool ZEN4 = false, ZEN5 = false;
 #endif
-// The same for few rows, which do little work per byte; BYTE_CODES_AHEAD: of codes of 8 bits, which Zen 4 reads faster without.
+// Bytes prefetched ahead of a stream of codes: of a panel; of few rows, which do little work per byte; and of few rows with codes of
+// 8 bits, which Zen 4 reads faster without.
+constexpr int64_t AHEAD = 2048;
 constexpr int64_t FAR_AHEAD = ZEN4 ? 4096 : 8192, BYTE_CODES_AHEAD = ZEN4 ? 0 : FAR_AHEAD;
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
