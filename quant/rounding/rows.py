@@ -28,7 +28,7 @@ def split_rows(values: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
-    """Return what divides the rows from `source.start` on, if the inputs that they produce are multiplied by `scale`."""
+    """Return what divides the rows from `source.start` on if the inputs that they produce are multiplied by `scale`."""
     rows = scale.view(source.groups, source.copies, source.width)[:, 0]
     stride, last = source.stride or source.width, source.groups - 1
     spaced = torch.ones(last * stride + source.width, dtype=scale.dtype, device=scale.device)
