@@ -246,6 +246,7 @@ class GrammarCompiler:
         whole = self._rules.after(prelude, source)
         grammar = Grammar(whole, kind, self._table, self._symbols, loosened, self._reasoning(prelude), free)
         grammar.fault = next((schema.fault for schema in schemas if schema.fault), "")
+        grammar.places = {text: place for schema in schemas for text, place in schema.places.items()}
         # `cheap`: all that the request wrote is in `schemas`, whose cost is known; other sources are probed first.
         light = cheap and schemas and not any(schema.patterns for schema in schemas)
         if light and sum(schema.nodes for schema in schemas) <= FREE_NODES:
@@ -285,7 +286,7 @@ class Grammar:
         `loosened`: paths of the schema's keywords that were left out; `free`: any text that is not blank matches.
         """
         self.kind, self.loosened = kind, tuple(loosened)
-        self.fault = ""  # of the schema, as in `PreparedSchema`
+        self.fault, self.places = "", dict[str, str]()  # of the schema, as in `PreparedSchema`
         self.field = kind  # of the request that holds the source, if that is another
         self.values: int | None = None  # scalar values of a reply, if a schema bounds them
         # The output format alone, if calls are an alternative to it: an error in it is reported under its own field.
@@ -318,9 +319,11 @@ class Grammar:
             cause = " ".join(start.get_error().replace("<non-verbose/>", "").split())
             if fault := re.search(r"regex parse error: .*? error: (.+?)(?: \d+ \| .*)?$", cause):
                 cause = fault[1]  # the rest quotes the library's internal grammar
+                if place := self._place(start.get_error()):
+                    raise _unusable(self.kind, f"{place}: {cause}")
             if cause in ("", "NoExtension", "NoExtensionBias"):
                 cause = "nothing can match"
-            if self.fault and re.match(r"Expected .+ for '|.+ must be ", cause):
+            if self.fault and re.match(r"Expected .+ for '|.+ must be |invalid multiple of", cause):
                 raise _unusable(self.kind, self.fault)  # the compiler does not say where
             message = f"{self.kind}: {cause:.300}"
             raise UsageError(message, "use a simpler one, or one that can match")
@@ -328,6 +331,12 @@ class Grammar:
         closing, opened = ((), False) if tags is None else (tags.close, tags.opened)
         self._ending = Ending(start.deep_copy(), self._symbols, closing, opened)
         self._start = start
+
+    def _place(self, error: str) -> str:
+        # The path of the regular expression that an error quotes, with more escapes than the schema has.
+        quoted = re.search(r"regex parse error:\n {4}(.*)\n", error)
+        text = _plain(quoted[1]) if quoted else None
+        return next((place for pattern, place in self.places.items() if _plain(pattern) == text), "")
 
     @classmethod
     def from_schema(
@@ -364,6 +373,10 @@ def _check_size(text: str, source: str, most: int = MAX_SOURCE) -> None:
 
 def _unusable(source: str, cause: object) -> UsageError:
     return UsageError(f"{source}: not a usable JSON schema: {cause}", "see https://json-schema.org")
+
+
+def _plain(pattern: str) -> str:
+    return re.sub(r"\\[nrt]|[\\\s]", "", pattern)
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

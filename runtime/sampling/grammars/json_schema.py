@@ -69,7 +69,8 @@ _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are no
 class PreparedSchema:
     """A schema for the compiler; `loosened`: paths of keywords that were left out; `nodes`: its estimated cost.
 
-    `fault`: path and problem of the first value of a wrong type, which the compiler ignores or names without its path.
+    `fault`: path and problem of the first wrong value, which the compiler ignores or names without its path.
+    `places`: the path of each regular expression in it, which the compiler parses.
     """
 
     schema: Mapping[str, Any]
@@ -77,6 +78,7 @@ class PreparedSchema:
     nodes: int
     patterns: bool
     fault: str = ""
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSchema:
@@ -89,7 +91,7 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
     nodes = cost.total()
     rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema), References(schema))
     rewritten = rewriter.rewrite()
-    return PreparedSchema(rewritten, tuple(rewriter.loosened), nodes, cost.patterns, rewriter.fault)
+    return PreparedSchema(rewritten, tuple(rewriter.loosened), nodes, cost.patterns, rewriter.fault, rewriter.places)
 
 
 def count_values(schema: Any) -> int | None:
@@ -202,6 +204,7 @@ class _Rewriter:
     references: References
     loosened: list[str] = field(default_factory=list)
     fault: str = ""
+    places: dict[str, str] = field(default_factory=dict)
     _open: dict[str, str] = field(default_factory=dict)  # name of the open copy of a reference's target
     _copies: dict[str, Any] = field(default_factory=dict)
 
@@ -231,7 +234,7 @@ class _Rewriter:
                 result[key] = {name: self._node(part, f"{place}/{name}", False) for name, part in value.items()}
             elif key in SCHEMA_MAPS and isinstance(value, Mapping):
                 parts = {name: self._node(part, f"{place}/{name}", merged) for name, part in value.items()}
-                result[key] = parts if key == "properties" else _rust_keys(parts, place)
+                result[key] = parts if key == "properties" else self._expressions(parts, place)
             elif key in SCHEMA_LISTS and isinstance(value, list):
                 inner = merged if key in ("prefixItems", "items") else combined or (key == "allOf" and len(value) > 1)
                 result[key] = [self._node(part, f"{place}/{index}", inner) for index, part in enumerate(value)]
@@ -253,10 +256,21 @@ class _Rewriter:
 
     def _keyword(self, node: Mapping[str, Any], key: str, place: str) -> Any:
         try:
-            return _readable(node, key, node[key])
+            readable = _readable(node, key, node[key])
         except ValueError as error:
             self._refuse(place, str(error))
             return _LEFT_OUT
+        if key == "pattern" and isinstance(readable, str):
+            self.places.setdefault(readable, place)
+        return readable
+
+    def _expressions(self, parts: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+        try:
+            translated = {rust_pattern(pattern): part for pattern, part in parts.items()}
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        self.places |= dict.fromkeys(translated, place)
+        return translated
 
     def _note(self, place: str, problem: str) -> None:
         if problem and not self.fault:
@@ -383,10 +397,3 @@ def _bound(node: Mapping[str, Any], key: str, value: Any) -> Any:
     integer = "integer" in _types(node) and "number" not in _types(node)
     low, high = _LARGEST_BOUNDS if integer else (-_LARGEST_NUMBER, _LARGEST_NUMBER)
     return max(value, low) if key in ("minimum", "exclusiveMinimum") else min(value, high)
-
-
-def _rust_keys(parts: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    try:
-        return {rust_pattern(pattern): part for pattern, part in parts.items()}
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None

@@ -221,7 +221,13 @@ MISFITS = [
     ({"type": "array", "maxItems": -1}, "/maxItems must be an integer of at least 0"),
     ({"type": "number", "minimum": "low"}, "/minimum must be a number"),
     ({"type": "number", "multipleOf": "x"}, "/multipleOf must be a number"),
+    ({"type": ["integer", "number"], "multipleOf": 0}, "/multipleOf must not be 0"),
     ({"type": "string", "pattern": 5}, "/pattern must be a string"),
+    ({"allOf": [{"pattern": "a"}, {"pattern": "^[^b]/\t\\n(a$"}]}, "/allOf/1/pattern: unclosed group"),
+    (
+        {"type": "object", "patternProperties": {"b": {}, "[z-a]": {}}},
+        "/patternProperties: invalid character class range, the start must be <= the end",
+    ),
     ({"$ref": 5}, "/$ref must be a string"),
     ({"type": ["string", 5]}, "/type must be a string or a list of strings"),
     ({"anyOf": {}}, "/anyOf must be a list"),
