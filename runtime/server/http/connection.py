@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, cast
 
 import h11
 import uvicorn
@@ -27,9 +27,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import dumps
+from mycli.runtime.server.http.lingering import ClientProbe, LingeringTransport
 from mycli.runtime.server.http.settings import ServerLimits
 
 _LINGER = 1.0  # seconds to let a refused client read the answer
+_DISCARDED = 16  # times the largest body, of bytes of a refused one that are read
 _DEAD_SECONDS = 5.0  # to send what is under way when the engine has died
 _OPEN_FILES = 8192
 _READ_BYTES = 48 << 10  # that a client reads in `stall_seconds`: what takes asyncio's buffer from full to resumed
@@ -40,6 +42,7 @@ DRAIN_TICK = 0.1  # seconds between two calls of uvicorn's on_tick
 _BUSY = ApiError(503, "too many connections", "too_many_connections", headers={"retry-after": "5"})
 _LATE = ApiError(408, "the request took too long to arrive", "timeout")
 _SMALL_CHUNKS = ApiError(400, "the chunks of the body are too small", "small_chunks")
+_INVALID = ApiError(400, "the request is not valid HTTP/1.1", "invalid_http")
 
 
 def _response(error: ApiError) -> bytes:
@@ -137,6 +140,8 @@ class _Connection(H11Protocol):
     _opened = 0.0
     _body_bytes = 0
     _chunks = 0
+    _lingering: LingeringTransport
+    _probe: ClientProbe | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         if len(self.connections) >= self.limits.connections and not self._close_oldest_idle():
@@ -146,7 +151,9 @@ class _Connection(H11Protocol):
             # Closing now would reset the connection: the client's request is still on its way, and unread.
             self.loop.call_later(_LINGER, transport.close)
             return
-        super().connection_made(transport)
+        nbytes = _DISCARDED * self.limits.body_bytes
+        self._lingering = LingeringTransport(transport, self._is_unread, self.limits.body_seconds, nbytes)
+        super().connection_made(cast(asyncio.Transport, self._lingering))
         self.conn._receive_buffer = _StrictBuffer()
         self._opened = self.loop.time()
         self._expect("head")
@@ -169,7 +176,12 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport is None:
             return
+        answered = self.transport.is_closing() or (self.cycle is not None and self.cycle.response_complete)
+        if answered and self._is_unread():
+            self._lingering.discard(len(data))
         for start in range(0, len(data), _SLICE):
+            if self.transport.is_closing():
+                return
             part = data[start : start + _SLICE]
             super().data_received(part)
             if self._has_small_chunks(part):
@@ -183,6 +195,23 @@ class _Connection(H11Protocol):
             self._expect("head")
         else:
             self._expect("")
+
+    def _is_unread(self) -> bool:
+        # Whether the client may still be sending a request that nothing reads. After an end of file it is not.
+        return self._probe is None and self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    @property
+    def _awaits_response(self) -> bool:
+        waits = self.cycle is not None and not self.cycle.response_complete
+        return waits and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's returns None: the connection is closed
+        if self.transport is None or self.transport.is_closing() or not self._awaits_response:
+            return False
+        if self.scope["http_version"] == "1.0":  # it has no interim responses: its clients count as gone
+            return False
+        self._probe = self._probe or ClientProbe(self.transport, self.conn)
+        return True
 
     def _has_small_chunks(self, part: bytes) -> bool:
         if self.conn.their_state is not h11.SEND_BODY:
@@ -205,6 +234,7 @@ class _Connection(H11Protocol):
 
     def _late(self) -> None:
         if self.transport is not None:
+            self._lingering.seconds = _LINGER  # it has had its time
             self._refuse(_LATE)
 
     def _refuse(self, error: ApiError) -> None:
@@ -212,12 +242,21 @@ class _Connection(H11Protocol):
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_response(error))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # its endpoint, if it has begun, must not respond as well
+            self.cycle.message_event.set()
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        # uvicorn's fails if a response has begun, for instance when the body that was refused turns out to be invalid.
+        self._refuse(_INVALID)
 
     def on_response_complete(self) -> None:
         # uvicorn closes connections that are idle between two requests (`idle_seconds`).
         self._expect("")
         super().on_response_complete()
+        if self._probe is not None and not self._awaits_response:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -244,6 +283,7 @@ class _Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         if self.transport is not None:
+            self._lingering.lost()
             super().connection_lost(exc)
 
 

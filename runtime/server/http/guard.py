@@ -73,11 +73,14 @@ def _clean_path(scope: Scope) -> None:
 
 def _preflight(headers: Headers) -> Mapping[str, str]:
     # Every requested header is allowed: SDKs add their own (x-stainless-os and others), and the origin is trusted.
-    return {
+    answers = {
         "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": headers.get("access-control-request-headers", ""),
         "access-control-max-age": "600",
     }
+    # Of pages on the internet that use a server of a local network.
+    private = "access-control-request-private-network" in headers
+    return answers | ({"access-control-allow-private-network": "true"} if private else {})
 
 
 def _listed(parts: Sequence[str]) -> str:
@@ -122,16 +125,26 @@ class Guard:
         status, started = 0, False
         counted = scope["method"] == "POST"
         self._server.requests += counted
+        # A client that waits for 100 Continue may send no body after another response: the next request would be read
+        # as the body of this one.
+        waits = headers.get("expect", "").lower() == "100-continue"
+
+        async def read() -> Message:
+            nonlocal waits
+            waits = False
+            return await receive()
 
         async def reply(message: Message) -> None:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 self._add_headers(MutableHeaders(scope=message), state, headers)
+                if waits:
+                    MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
         try:
-            await self._answer(scope, headers, receive, reply)
+            await self._answer(scope, headers, read, reply)
         except ApiError as error:
             await self._refuse(error, scope, receive, reply)
         except asyncio.CancelledError:  # the grace period is over

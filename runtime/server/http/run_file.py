@@ -32,12 +32,12 @@ class RunningServer:
 
 
 @contextmanager
-def announced(folder: Path, server: RunningServer) -> Iterator[None]:
-    """Keep a file for `server` in `folder` inside this context; none where the folder cannot be written."""
+def announced(folder: Path, server: RunningServer) -> Iterator[str]:
+    """Keep a file for `server` in `folder` inside this context, and yield why there is none, "" if there is."""
     path = folder / f"{server.pid}.json"
-    descriptor = -1
+    descriptor, problem = -1, "cannot be locked"
     try:
-        with suppress(OSError):
+        try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Locked under another name first: readers take an unlocked file for one that was left behind.
             temporary = folder / f".{server.pid}.tmp"
@@ -46,7 +46,10 @@ def announced(folder: Path, server: RunningServer) -> Iterator[None]:
             if try_lock(descriptor):
                 os.write(descriptor, json.dumps(asdict(server)).encode())
                 os.replace(temporary, path)
-        yield
+                problem = ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        yield problem
     finally:
         if descriptor >= 0:
             with suppress(OSError):

@@ -124,6 +124,10 @@ def test_g3_listed_pages_may_and_only_they(scripted: Scripted) -> None:
         asked = served.ask("OPTIONS", CHAT, None, {**listed, **asking})
         assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "https://a.example"
         assert asked.headers["access-control-allow-headers"] == names
+        assert "access-control-allow-private-network" not in asked.headers
+        private = {**listed, **asking, "Access-Control-Request-Private-Network": "true"}
+        asked = served.ask("OPTIONS", CHAT, None, private)
+        assert asked.headers["access-control-allow-private-network"] == "true"
         answer = served.ask("GET", "/v1/models", None, listed)
         assert answer.status == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
         assert "access-control-allow-credentials" not in answer.headers
