@@ -30,9 +30,13 @@ def save_record(call: Call, opened: "OpenedModel") -> dict[str, Any]:
     from mycli.runtime.diagnostics.golden_record import undisturbed
 
     path = record_path(opened)
-    with disk_errors(path):  # before measuring for 20 s
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    require_writable(path)
+    try:  # before measuring for 20 s
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_writable(path)
+    except UsageError as error:  # no option names this file
+        hint = f"make {path.parent} writable, or set XDG_STATE_HOME to another folder"
+        raise UsageError(error.message, hint) from None
     record = measure(call, opened)
     record.write(path)
     if not call.out.json_mode:

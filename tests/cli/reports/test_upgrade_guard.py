@@ -46,6 +46,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_measuring(mycli: Mycl
     done = mycli("doctor", "pico", "--save", *CPU)
     assert done.returncode == 2 and f"cannot write {state / 'golden'}" in done.stderr
     assert "measuring" not in done.stderr
+    # No option names the file, so the remedy is the variable.
+    assert f"make {state / 'golden'} writable, or set XDG_STATE_HOME to another folder" in done.stderr
 
 
 def test_same_slower_and_other_replies(mycli: Mycli, environment: dict[str, str]) -> None:
