@@ -22,10 +22,10 @@ from mycli.cli.flags.records import (
 from mycli.cli.flags.several import SeveralModelsFlags
 from mycli.cli.load import announce_slow_passes, load_engine, warm_up_engine
 from mycli.cli.reasons import passes_json
+from mycli.cli.serving.local_server import listed
 from mycli.cli.serving.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.errors import UsageError, UserError
-from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.run_file import RunningServer
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
 from mycli.runtime.utils import version
@@ -182,8 +182,7 @@ def _run(
     worker.start()
     try:
         # A server that lists several models lists this one.
-        folder = None if settings.supervised else state_dir() / "servers"
-        with nullcontext() if folder is None else announced(folder, record):
+        with nullcontext() if settings.supervised else listed(call, record):
             run_until_signal(server, listener, ready)
     finally:
         worker.stop()

@@ -1,16 +1,30 @@
-"""Sends requests to a server on this machine, by HTTP on a port or a Unix socket."""
+"""Lists a server for `mycli ps`, and sends requests to one on this machine, by HTTP on a port or a Unix socket."""
 
 import http.client
 import json
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from mycli.cli.command import Call
 from mycli.cli.flags.options import KEY_VARIABLE
+from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.http.run_file import RunningServer, announced
 
 _MAX_BYTES = 1 << 20
+
+
+@contextmanager
+def listed(call: Call, server: RunningServer) -> Iterator[None]:
+    """List `server` for other commands inside this context; warn if that is not possible."""
+    folder = state_dir() / "servers"
+    with announced(folder, server) as problem:
+        if problem:
+            call.out.warn(f"{folder}: {problem}: mycli ps and mycli stop do not list this server")
+        yield
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -13,10 +13,10 @@ from mycli.cli.command import Call
 from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.cli.flags.several import SeveralModelsFlags
+from mycli.cli.serving.local_server import listed
 from mycli.cli.serving.model_catalog import Catalog, ModelRequest, requested_models
-from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
-from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.run_file import RunningServer
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.router.application import Router, router_application
 from mycli.runtime.server.router.management import ModelManager
@@ -70,7 +70,7 @@ def serve_several(
             server = DrainingServer(app, settings.limits, drain, lambda: router.busy, lambda: None)
             context = max(model.context for model in models)
             record = RunningServer(os.getpid(), url, router.name, settings.names, context, created, version(), True)
-            with announced(state_dir() / "servers", record):
+            with listed(call, record):
                 run_until_signal(server, listener, ready, pool.close)
     finally:
         address.close(listener)

@@ -5,10 +5,14 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from mycli.cli.command import Call
 from mycli.cli.commands.ps import _duration, _models
+from mycli.cli.serving.local_server import listed
 from mycli.runtime.server.http.run_file import RunningServer, announced, running_servers
 from tests.cli.commands.test_serve import begin, process
 from tests.support.command_line import Mycli
@@ -57,8 +61,22 @@ def test_a_file_that_was_left_behind_is_removed(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with announced(tmp_path / "file", SERVER):
-        assert running_servers(tmp_path / "file") == []
+    with announced(tmp_path / "file", SERVER) as problem:
+        assert running_servers(tmp_path / "file") == [] and problem == "File exists"
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_server_that_cannot_be_listed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    state = tmp_path / "state"
+    if not writable:
+        state.write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    warnings: list[str] = []
+    with listed(cast(Call, SimpleNamespace(out=SimpleNamespace(warn=warnings.append))), SERVER):
+        assert len(running_servers(state / "mycli" / "servers")) == writable
+    assert len(warnings) == (not writable) and all("mycli ps and mycli stop do not list" in line for line in warnings)
 
 
 @pytest.mark.parametrize("name", [[], ["first"]], ids=["the only one", "by name"])
@@ -66,8 +84,8 @@ def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycl
     assert mycli("ps").stdout == "" and mycli("stop").returncode == 4
     with process(environment, "--alias", "first", "--log-format", "json") as (one, port):
         with process(environment) as (two, other):
-            listed = json.loads(mycli("ps", "--json").stdout)["servers"]
-            assert [(server["model"], server["pid"], server["state"]) for server in listed] == [
+            servers = json.loads(mycli("ps", "--json").stdout)["servers"]
+            assert [(server["model"], server["pid"], server["state"]) for server in servers] == [
                 ("first", one.pid, "ok"),
                 ("pico", two.pid, "ok"),
             ]
