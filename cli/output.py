@@ -5,6 +5,7 @@ Text from models, files and servers is made safe for terminals here.
 
 import errno
 import os
+import select
 import shutil
 import sys
 import traceback
@@ -319,6 +320,16 @@ class Output:
         answer, self._answer = self._answer, None
         if answer is not None:
             self.json_record(answer)
+
+    def require_reader(self) -> None:
+        """Raise BrokenPipeError if the result would go into a pipe whose reader is gone; called during long work."""
+        poll = select.poll()
+        try:
+            poll.register(self._stdout.fileno(), 0)
+        except (OSError, ValueError):  # a stream without a file descriptor
+            return
+        if any(events & select.POLLERR for _, events in poll.poll(0)):
+            raise BrokenPipeError
 
     def flush(self) -> None:
         """Write everything. Raises BrokenPipeError if the reader is gone, ResourceError if the disk is full."""

@@ -165,9 +165,14 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     rates = [throughput.current_bandwidth(placement.device)]
     results, contention = [], CpuContention()
     with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
+
+        def begin_run(_: int) -> None:
+            call.out.require_reader()
+            bar.advance(1)
+
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
-            result = throughput.run_trial(runner, trial, repetitions, progress=lambda _: bar.advance(1))
+            result = throughput.run_trial(runner, trial, repetitions, begin_run)
             plan = MemoryPlan(
                 folder.config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv
             )

@@ -1,7 +1,8 @@
 """`mycli compare`: the replies of two models to the same prompts, and how far their distributions are apart."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -89,16 +90,23 @@ def _require_alike(names: tuple[str, str], folders: list[ModelFolder], prompts: 
     require_same_vocabulary(folders[0].config, folders[1].config)
 
 
+@contextmanager
+def _stages(call: Call) -> Iterator[Callable[[str, int, int], None]]:
+    with stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress:
+
+        def report(stage: str, done: int, total: int) -> None:
+            call.out.require_reader()
+            progress(stage, done, total)
+
+        yield report
+
+
 def _replies(
     call: Call, model: str, engine: "EngineConfig", prompts: "list[ComparedPrompt]", limit: int
 ) -> "ModelReplies":
     from mycli.quant.comparison import reply_to_all
 
-    with (
-        about(call, model),
-        load_engine(call, model, engine) as opened,
-        stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress,
-    ):
+    with about(call, model), load_engine(call, model, engine) as opened, _stages(call) as progress:
         return reply_to_all(opened, prompts, limit, lambda _, done, total: progress(f"{model}: replies", done, total))
 
 
@@ -199,7 +207,7 @@ def compare(
     exact = replace(engine, dtype="float32")  # half precision alone moves KL by as much as 8-bit weights do
     streamed = [StreamedModel(folder, exact.place(folder.config)) for folder in folders]
     announce_build(call, streamed[0].placement)
-    with stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress:
+    with _stages(call) as progress:
         divergences = measure_divergence(streamed[0], streamed[1], reference.replies, progress)
     result = compare_replies(conversations, reference, other, divergences)
     answer = {

@@ -162,6 +162,19 @@ def test_a_result_is_shown_as_json_or_as_text_from_the_same_fields() -> None:
     assert out.getvalue() == "model\n  folder  x\n  files   2\n"
 
 
+def test_a_pipe_without_a_reader_is_noticed_before_anything_is_written() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        output = Output(stdout=stdout, stderr=io.StringIO())
+        output.require_reader()
+        os.close(reader)
+        with pytest.raises(BrokenPipeError):
+            output.require_reader()
+    with open(os.devnull, "w") as stdout:
+        Output(stdout=stdout).require_reader()
+    Output(stdout=io.StringIO()).require_reader()
+
+
 @pytest.mark.parametrize(("verbose", "terminal"), [(False, False), (False, True), (True, False)])
 def test_progress_never_fails_and_is_silent_in_a_pipe(verbose: bool, terminal: bool) -> None:
     out, err = streams(terminal)

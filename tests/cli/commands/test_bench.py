@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,26 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2][8].strip().endswith("ms") and not lines[2][9].strip()  # a prompt has a TTFT, a reply a TPOT
     assert lines[3][9].strip().endswith("ms") and lines[3][10].strip().endswith("%")
     assert "20.0 GB/s" in captured.err
+
+
+def test_a_pipe_without_a_reader_ends_the_measurement(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+
+    def run_trial(runner: object, trial: object, repetitions: int, progress: Callable[[int], None]) -> None:
+        for repetition in range(repetitions):
+            progress(repetition)
+            runs.append(repetition)
+
+    monkeypatch.setattr(bench, "run_trial", run_trial)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert call(*SHORT) == ExitCode.PIPE
+        monkeypatch.undo()
+    assert runs == [] and "error" not in capsys.readouterr().err
 
 
 def test_a_ceiling_that_was_beaten_is_dropped(

@@ -12,7 +12,7 @@ import pytest
 
 from mycli.cli.commands.compare import _check, _difference, _range, _read_prompts, comparison_verdict
 from mycli.quant.comparison import Comparison, Interval, PromptComparison
-from mycli.runtime.errors import GateError, ResourceError, UsageError
+from mycli.runtime.errors import ExitCode, GateError, ResourceError, UsageError
 from tests.support.command_line import Mycli
 from tests.support.families import make
 from tests.support.paths import PICO
@@ -47,6 +47,17 @@ def test_a_draft_is_another_model_and_a_copy_is_the_same(mycli: Mycli, tmp_path:
     again = ("compare", "pico", "pico", *compare[3:5], "-n", "4", "--json", "--max-kl", "1e-6", *CPU)
     same = json.loads(mycli(*again).stdout)
     assert (same["changed_replies"], same["verdict"]) == (0, "no difference that matters")
+
+
+def test_a_pipe_without_a_reader_ends_the_replies(mycli: Mycli, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}')
+    compare = ("compare", "pico", "pico", "--prompts", str(tmp_path / "p.jsonl"), "-n", "2", *CPU)
+    with (
+        mock.patch("mycli.cli.output.Output.require_reader", side_effect=BrokenPipeError),
+        mock.patch("mycli.quant.comparison.measure_divergence") as later,
+    ):
+        done = mycli(*compare)
+    assert (done.returncode, done.stdout, later.called) == (ExitCode.PIPE, "", False) and "error" not in done.stderr
 
 
 def test_a_speed_measured_on_a_busy_machine_is_marked(mycli: Mycli, tmp_path: Path) -> None:
