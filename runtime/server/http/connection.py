@@ -42,7 +42,7 @@ DRAIN_TICK = 0.1  # seconds between two calls of uvicorn's on_tick
 _BUSY = ApiError(503, "too many connections", "too_many_connections", headers={"retry-after": "5"})
 _LATE = ApiError(408, "the request took too long to arrive", "timeout")
 _SMALL_CHUNKS = ApiError(400, "the chunks of the body are too small", "small_chunks")
-_INVALID = ApiError(400, "the request is not valid HTTP/1.1", "invalid_http")
+_INVALID = ApiError(400, "the request is not valid HTTP", "invalid_http")
 
 
 def _response(error: ApiError) -> bytes:
