@@ -1,7 +1,7 @@
 """Log-probabilities (natural) of sampled tokens, from the raw logits: before temperature, filters and constraints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ MAX_TOP = 20  # as in OpenAI's API
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its logprob, and (id, logprob) of the most likely tokens at its position, most likely first."""
+    """A token, its logprob, and (id, logprob) of the most likely tokens at its position, most likely first.
+
+    rank: 1 for the most likely token; None where it was not computed.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = field(default=None, compare=False)
 
 
 class LogprobRecorder:
@@ -37,10 +41,11 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Toke
     """Return the logprobs of one token per row of logits fp32 [rows, vocab], with the `top` most likely."""
     logs = logits.log_softmax(dim=-1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
-    drawn = logs.gather(1, index)[:, 0].tolist()
+    chosen = logs.gather(1, index)
+    drawn, ranks = chosen[:, 0].tolist(), ((logs > chosen).sum(dim=-1) + 1).tolist()
     best = logs.topk(min(top, logs.shape[-1]), dim=-1)
     values, indices = best.values.tolist(), best.indices.tolist()
     return [
-        TokenLogprob(token, drawn[row], tuple(zip(indices[row], values[row], strict=True)))
+        TokenLogprob(token, drawn[row], tuple(zip(indices[row], values[row], strict=True)), ranks[row])
         for row, token in enumerate(tokens)
     ]

@@ -167,7 +167,7 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "mm_processor_kwargs": (HARMLESS, {"a": 1}),
     "priority": (HARMLESS, 1),
     "prompt_embeds": (REFUSED, "AAAA"),
-    "prompt_logprobs": (REFUSED, 1),
+    "prompt_logprobs": (SERVED, 1),
     "repetition_detection": (REFUSED, {"max_pattern_size": 4}),
     "repetition_penalty": (SERVED, 1.1),
     "request_id": (HARMLESS, "a"),

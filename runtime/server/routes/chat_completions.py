@@ -32,6 +32,7 @@ from mycli.runtime.server.requests.schemas import (
     Verbosity,
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
+from mycli.runtime.server.routes.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from mycli.runtime.server.routes.wire import (
     OpenAIRendering,
     chat_logprobs,
@@ -53,7 +54,9 @@ class ChatReasoning(ReasoningOptions):
     exclude: bool | None = None
 
 
-class ChatRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, ThinkingBudget, PromptTruncation):
+class ChatRequest(
+    ForReply, Sampling, StreamFigures, BeamFields, Constraints, ThinkingBudget, PromptTruncation, PromptLogprobs
+):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
@@ -142,7 +145,8 @@ def completion_spec(body: ChatRequest) -> ChatSpec:
         limit=None if limit == -1 else limit,
         beams=body.beams(body.n or 1),
         truncation=body,
-        top=(body.top_logprobs or 0) if body.logprobs else None,
+        top=body.most_logprobs((body.top_logprobs or 0) if body.logprobs else None, body.stream),
+        prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 
@@ -169,6 +173,7 @@ class ChatRendering(OpenAIRendering):
         super().__init__(prepared, head, body.stream_options, body)
         self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
+        self._top, self._prompt_top = body.top_logprobs or 0, body.prompt_logprobs
         self._as_function = bool(body.functions)  # the older form, with one call
         self._shows_reasoning, self._shows_ids = body.shows_reasoning, bool(body.return_token_ids)
         self._prompt = {"prompt_token_ids": prepared.prompts[0]} if self._shows_ids else {}
@@ -189,7 +194,7 @@ class ChatRendering(OpenAIRendering):
         if piece.content:
             delta["content"] = piece.content
         delta |= self._call_delta(piece)
-        logprobs = chat_logprobs(self._tokenizer, piece.logprobs) if piece.logprobs else None
+        logprobs = chat_logprobs(self._tokenizer, piece.logprobs, self._top) if piece.logprobs else None
         if delta or logprobs or (self._shows_ids and piece.tokens):
             yield self._chunk(piece.index, delta, logprobs, None, self._ids_of(piece))
         if piece.end is not None:
@@ -207,11 +212,15 @@ class ChatRendering(OpenAIRendering):
                 message |= {"content": reply.content or None, **self._whole_calls(reply)}
             if reply.reasoning and self._shows_reasoning:
                 message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
-            logprobs = chat_logprobs(self._tokenizer, reply.logprobs) if self._logprobs else None
+            logprobs = chat_logprobs(self._tokenizer, reply.logprobs, self._top) if self._logprobs else None
             end = self._reason(reply)
             choice = {"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end}
             choices.append(choice | self._ids_of(reply))
-        return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt, **self._summary()}
+        scores: dict[str, Any] = {}
+        if self._prompt_top is not None:
+            scores = {"prompt_logprobs": prompt_logprobs(self._tokenizer, replies, self._prompt_top)}
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, **self._prompt, **scores, **self._summary()}
 
     def _ids_of(self, piece: Piece) -> dict[str, Any]:
         return {"token_ids": piece.tokens} if self._shows_ids else {}

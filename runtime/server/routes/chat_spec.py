@@ -30,9 +30,9 @@ class ChatSpec:
     be called, None for all; omitted_tools: types of tools that cannot be called here; omitted: other parts that were
     left out; strict: tools whose calls must match their schemas; arguments: of the chat template; count: replies;
     limit: tokens, None for the rest of the context; clipped: shorten a limit that the context has no room for; top:
-    number of logprobs per token, None for none; place: the field of the conversation; thinking_budget: tokens of
-    reasoning, None for any number; continued: the reply continues the last message, which is the assistant's; beams:
-    search instead of sampling; truncation: of the prompt.
+    number of logprobs per token, None for none; prompt_logprobs: also of the prompt's tokens; place: the field of the
+    conversation; thinking_budget: tokens of reasoning, None for any number; continued: the reply continues the last
+    message, which is the assistant's; beams: search instead of sampling; truncation: of the prompt.
     """
 
     messages: Sequence[Message]
@@ -51,6 +51,7 @@ class ChatSpec:
     limit: int | None = None
     clipped: bool = False
     top: int | None = None
+    prompt_logprobs: bool = False
     place: str = "messages"
     thinking_budget: int | None = None
     continued: bool = False
@@ -103,7 +104,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
     if not _calls_have_schemas(spec, tool_format):
         omitted += [f"strict of tool {name}" for name in _strict_names(spec)]
-    request = service.request(ids, spec.sampling, limit, grammar, spec.top, beams=spec.beams)
+    request = service.request(ids, spec.sampling, limit, grammar, spec.top, spec.prompt_logprobs, spec.beams)
     parts = PromptParts(spec.messages, spec.offered_tools, spec.arguments)
     difference = service.prompts.compare(service.loaded.tokenizer, ids, parts)
     service.prompts.add(ids, parts)

@@ -27,6 +27,7 @@ from mycli.runtime.server.requests.schemas import (
     TokenId,
 )
 from mycli.runtime.server.routes.chat_completions import FINISH
+from mycli.runtime.server.routes.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface
@@ -34,7 +35,7 @@ from mycli.runtime.server.streaming import Interface
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, PromptTruncation):
+class CompletionRequest(ForReply, Sampling, StreamFigures, BeamFields, Constraints, PromptTruncation, PromptLogprobs):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -96,7 +97,8 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     room = service.context + 1 - (1 if requested == -1 else limit)
     prompts = [body.cut(prompt, room) for prompt in _prompts(service, body)]
     grammar = service.grammar(output_format(body))
-    scored = bool(body.echo) and body.logprobs is not None
+    scored = (bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None
+    top = body.most_logprobs(body.logprobs, body.stream)
     numbers, beams = count(), body.beams(body.n or 1)
     requests = []
     # Equal prompts are computed once; each search has its own beams.
@@ -104,7 +106,7 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
         service.check_fits(prompt, None if requested == -1 else requested, "prompt")
         fitting = min(limit, reply_room(service.context, len(prompt)))
         most = None if beams is not None and requested == -1 else fitting
-        request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams, bool(body.suffix))
+        request = service.request(prompt, body, most, grammar, top, scored, beams, bool(body.suffix))
         readers = [
             ReplyReader(service.loaded.tokenizer, body.text_rules, next(numbers), before=prompt)
             for _ in range((body.n or 1) * len(list(same)))
@@ -117,7 +119,7 @@ class TextRendering(OpenAIRendering):
     """Writes replies as text_completion, whole or in chunks."""
 
     def __init__(self, service: Service, prepared: Prepared, body: CompletionRequest, ids: ReplyIds) -> None:
-        self._tokenizer = service.loaded.tokenizer
+        self._tokenizer, self._prompt_top = service.loaded.tokenizer, body.prompt_logprobs
         self._echo, self._top, self._shows_ids = bool(body.echo), body.logprobs, bool(body.return_token_ids)
         model = body.model or service.name
         head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": model}
@@ -143,6 +145,11 @@ class TextRendering(OpenAIRendering):
         for reply in replies:
             self._counts.add(reply)
         choices = [self._choice(reply) for reply in replies]
+        if self._prompt_top is not None:
+            prompts = [self._prepared.prompts[self._prepared.prompt_of(reply.index)] for reply in replies]
+            for choice, prompt in zip(choices, prompts, strict=True):
+                same = [reply for reply, other in zip(replies, prompts, strict=True) if other == prompt]
+                choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, same, self._prompt_top)
         return {**self._head, "choices": choices, **self._summary()}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
@@ -157,8 +164,9 @@ class TextRendering(OpenAIRendering):
         self._started[index] = True
         logprobs = None
         if self._top is not None:
-            tokens += (*piece.prompt_logprobs, *piece.logprobs)
-            logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, self._offsets[index])
+            tokens += (*(piece.prompt_logprobs if self._echo else ()), *piece.logprobs)
+            offset = self._offsets[index]
+            logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, offset, self._top)
         end = None if piece.end is None else FINISH.get(piece.end, piece.end)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end, **ids}
 

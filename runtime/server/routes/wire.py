@@ -259,12 +259,12 @@ def logprob_fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str
     return {"token": data.decode("utf-8", "replace"), "logprob": number, "bytes": list(data)}
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return `logprobs` of OpenAI's chat."""
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], most: int | None = None) -> dict[str, Any]:
+    """Return `logprobs` of OpenAI's chat, with `most` alternatives; None: all."""
     content = [
         {
             **logprob_fields(tokenizer, item.token, item.logprob),
-            "top_logprobs": [logprob_fields(tokenizer, token, logprob) for token, logprob in item.top],
+            "top_logprobs": [logprob_fields(tokenizer, token, logprob) for token, logprob in item.top[:most]],
         }
         for item in logprobs
     ]
@@ -272,9 +272,9 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[int | TokenLogprob], offset: int
+    tokenizer: Tokenizer, logprobs: Sequence[int | TokenLogprob], offset: int, most: int
 ) -> tuple[dict[str, Any], int]:
-    """Return `logprobs` of OpenAI's completions, and the `offset` of the next token's text.
+    """Return `logprobs` of OpenAI's completions, with `most` alternatives, and the `offset` of the next token's text.
 
     A bare token id stands for the first token of a prompt, which has no log-probability.
     """
@@ -283,7 +283,7 @@ def completion_logprobs(
         token = item if isinstance(item, int) else item.token
         entry = logprob_fields(tokenizer, token, 0.0 if isinstance(item, int) else item.logprob)
         likeliest: dict[str, float] = {}
-        for top in () if isinstance(item, int) else (*item.top, (token, item.logprob)):
+        for top in () if isinstance(item, int) else (*item.top[:most], (token, item.logprob)):
             other = logprob_fields(tokenizer, *top)
             # Several tokens may have the same text: the likeliest stands for all.
             likeliest[other["token"]] = max(other["logprob"], likeliest.get(other["token"], -math.inf))

@@ -198,3 +198,43 @@ def test_strings_in_a_list_of_content_are_text(scripted: Scripted) -> None:
         for content in ([5], [["a"]], ["\ud800"]):
             refused = served.ask("POST", CHAT, {"messages": [{"role": "user", "content": content}]})
             assert refused.status == 400 and refused.error["param"] == "messages.0.content.0"
+
+
+def test_the_prompt_has_logprobs_by_token_id(served: Served) -> None:
+    """They are those of `echo`, and each rank is the place of the token among the likeliest."""
+    body = {"prompt": ["The capital of Japan is"] * 2 + ["Once upon"], "max_tokens": 2, "logprobs": 4, "temperature": 0}
+    echoed = served.ask("POST", TEXT, {**body, "echo": True}).json["choices"][0]["logprobs"]
+    choices = served.ask("POST", TEXT, {**body, "logprobs": 1, "n": 2, "prompt_logprobs": 4}).json["choices"]
+    first, *entries = choices[0]["prompt_logprobs"]
+    ids = served.ask("POST", "/tokenize", {"prompt": body["prompt"][0]}).json["tokens"]
+    assert first is None and len(entries) == len(ids) - 1
+    for index, (token, entry) in enumerate(zip(ids[1:], entries, strict=True), 1):
+        chosen = entry[str(token)]
+        assert next(iter(entry)) == str(token) and chosen["decoded_token"] == echoed["tokens"][index]
+        assert chosen["logprob"] == echoed["token_logprobs"][index]
+        ranks = sorted(other["rank"] for other in entry.values())
+        assert ranks == ([1, 2, 3, 4] if chosen["rank"] <= 4 else [1, 2, 3, 4, chosen["rank"]])
+        assert sorted(entry.values(), key=lambda other: -other["logprob"])[min(chosen["rank"], 5) - 1] == chosen
+    assert {entry[str(token)]["rank"] > 4 for token, entry in zip(ids[1:], entries, strict=True)} == {False, True}
+    assert all(choice["prompt_logprobs"] == choices[0]["prompt_logprobs"] for choice in choices[:4])
+    assert (
+        len(choices[4]["prompt_logprobs"]) < len(ids) and choices[4]["prompt_logprobs"] == choices[5]["prompt_logprobs"]
+    )
+    reply = choices[0]["logprobs"]
+    assert len(reply["tokens"]) == 2 and all(len(top) <= 2 for top in reply["top_logprobs"])
+
+
+def test_the_prompt_of_a_chat_has_logprobs_too(served: Served) -> None:
+    answer = served.chat(prompt_logprobs=0, max_tokens=2, n=2, seed=1, return_token_ids=True).json
+    first, *entries = answer["prompt_logprobs"]
+    assert first is None and [list(entry) for entry in entries] == [[str(i)] for i in answer["prompt_token_ids"][1:]]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert "prompt_logprobs" not in served.chat(max_tokens=2).json
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), [(TEXT, {"prompt": "Hi"}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})]
+)
+def test_prompt_logprobs_are_refused_in_a_stream(served: Served, path: str, text: dict[str, Any]) -> None:
+    answer = served.ask("POST", path, {**text, "prompt_logprobs": 1, "stream": True})
+    assert answer.status == 400 and answer.error["param"] == "prompt_logprobs"
