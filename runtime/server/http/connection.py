@@ -31,7 +31,6 @@ from mycli.runtime.server.http.lingering import ClientProbe, LingeringTransport
 from mycli.runtime.server.http.settings import ServerLimits
 
 _LINGER = 1.0  # seconds to let a refused client read the answer
-_DISCARDED = 16  # times the largest body, of bytes of a refused one that are read
 _DEAD_SECONDS = 5.0  # to send what is under way when the engine has died
 _OPEN_FILES = 8192
 _READ_BYTES = 48 << 10  # that a client reads in `stall_seconds`: what takes asyncio's buffer from full to resumed
@@ -151,8 +150,8 @@ class _Connection(H11Protocol):
             # Closing now would reset the connection: the client's request is still on its way, and unread.
             self.loop.call_later(_LINGER, transport.close)
             return
-        nbytes = _DISCARDED * self.limits.body_bytes
-        self._lingering = LingeringTransport(transport, self._is_unread, self.limits.body_seconds, nbytes)
+        seconds, nbytes = self.limits.body_seconds, self.limits.body_bytes
+        self._lingering = LingeringTransport(transport, self._is_unread, seconds, nbytes)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self.conn._receive_buffer = _StrictBuffer()
         self._opened = self.loop.time()
@@ -254,6 +253,7 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         # uvicorn closes connections that are idle between two requests (`idle_seconds`).
         self._expect("")
+        self._lingering.discarded = 0  # of an earlier request
         super().on_response_complete()
         if self._probe is not None and not self._awaits_response:
             self.transport.close()

@@ -12,6 +12,7 @@ from typing import Any
 import h11
 from h11._writers import ChunkedWriter
 
+_BODIES = 16  # of the largest size: as many bytes are discarded
 _CHECK_SECONDS = 0.1
 _PROBE_CHECKS = 50  # checks from one probe to the next
 
@@ -19,12 +20,12 @@ _PROBE_CHECKS = 50  # checks from one probe to the next
 class LingeringTransport:
     """A transport whose `close` reads and discards what the client still sends, if `unread` says that it does.
 
-    seconds, nbytes: limits of that. Everything else is as in `transport`.
+    seconds: the limit of that; nbytes: of the largest body. Everything else is as in `transport`.
     """
 
     def __init__(self, transport: asyncio.Transport, unread: Callable[[], bool], seconds: float, nbytes: int) -> None:
         self._transport, self._unread = transport, unread
-        self.seconds, self._left = seconds, nbytes
+        self.seconds, self._most, self.discarded = seconds, _BODIES * nbytes, 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -45,8 +46,8 @@ class LingeringTransport:
 
     def discard(self, nbytes: int) -> None:
         """Count discarded bytes of a request, and close when they are too many."""
-        self._left -= nbytes
-        if self._left < 0:
+        self.discarded += nbytes
+        if self.discarded > self._most:
             self._transport.abort()
 
     def lost(self) -> None:

@@ -126,6 +126,14 @@ def test_a_refused_body_without_end_is_cut(scripted: Scripted, headers: tuple[st
                 link.sendall(b"x" * 65536)
 
 
+def test_the_limit_of_refused_bodies_is_for_each_request(scripted: Scripted) -> None:
+    limits = ServerLimits(body_bytes=10_000)
+    with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served, connected(served) as link:
+        for _ in range(4):
+            link.sendall(post(b"x" * 100_000, kind="text/plain"))
+            assert read_reply(link).split()[1] == b"415"
+
+
 def test_a_refused_body_that_stalls_is_cut(scripted: Scripted) -> None:
     limits = ServerLimits(body_seconds=0.3)
     head = post(b"", "Connection: close", kind="text/plain").replace(b"Length: 0", b"Length: 9999")
