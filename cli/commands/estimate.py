@@ -70,15 +70,15 @@ def _card(call: Call, subject: EstimateSubject, answer: dict[str, Any]) -> None:
 
 def _show(call: Call, subject: EstimateSubject, ranks: int | None) -> None:
     answer = estimate_json(subject, ranks)
+    parallel = answer.get("tensor_parallel")
     if not call.out.answered(answer):
         _card(call, subject, answer)
-        if ranks is not None:
-            parallel = answer["tensor_parallel"]
+        if parallel is not None:
             verdict = "yes" if parallel["possible"] else "no"
             lines = parallel["obstacles"] or [f"about {human_bytes(parallel['bytes_each'])} per GPU"]
             title = f"tensor parallel over {ranks} GPUs (vLLM, SGLang with Marlin): {verdict}"
             call.out.result("\n".join([title, *(f"  {line}" for line in lines)]))
-    split = ranks is not None and memory.rank_bytes(subject.plan, ranks) <= subject.target.free
+    split = parallel is not None and parallel["possible"] and parallel["bytes_each"] <= subject.target.free
     if memory.estimate(subject.plan).total > subject.target.free and not split:
         raise shortage(subject.plan, subject.target.free, subject.target.place)
 

@@ -274,6 +274,23 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
     assert f"over {ranks} GPUs (vLLM, SGLang with Marlin): {'yes' if possible else 'no'}" in text
 
 
+def test_a_model_that_fits_only_in_parts_needs_a_split_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two GPUs each holds its part, to the byte; three cannot share the heads."""
+    parts = {ranks: answer(capsys, "pico", "--gpu", "24GiB", "--tp", str(ranks)) for ranks in (2, 3)}
+    each = {ranks: found["tensor_parallel"]["bytes_each"] for ranks, found in parts.items()}
+    total = parts[2]["bytes"]["total"]
+    assert max(each.values()) < total - 1
+    for memory, options, code in (
+        (total, (), ExitCode.OK),
+        (total - 1, (), ExitCode.RESOURCES),
+        (each[2], ("--tp", "2"), ExitCode.OK),
+        (each[2] - 1, ("--tp", "2"), ExitCode.RESOURCES),
+        (total, ("--tp", "3"), ExitCode.OK),
+        (total - 1, ("--tp", "3"), ExitCode.RESOURCES),
+    ):
+        assert call("pico", "--gpu", f"{memory}B", *options) == code, (memory, options)
+
+
 def test_tensor_parallel_splits_a_draft_too(capsys: pytest.CaptureFixture[str]) -> None:
     """The draft has two heads, one of them for keys and values, and 2.75 MiB of weights and cache."""
     plain, drafted = (
