@@ -74,8 +74,10 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, max_position_embeddings=8192, num_key_value_heads=8)
     fields = hf_config.common(raw, handled=("embedding_multiplier",), activations=hf_config.SILU)
     gate, down = _factors(raw, "mlp_multipliers", 2)
+    # transformers' default is 1024; null stands for the multiple of hidden_size.
+    expanded = raw.values.get("mamba_d_ssm", 1024) is None
     layers = FalconLayers(
-        read_mamba(raw, inner=raw.integer("mamba_d_ssm") if raw.has("mamba_d_ssm") else None),
+        read_mamba(raw, inner=None if expanded else raw.integer("mamba_d_ssm", 1024)),
         raw.boolean("mamba_rms_norm", False),
         raw.boolean("mamba_norm_before_gate", True),
         raw.boolean("projectors_bias", False),
