@@ -32,7 +32,7 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     bits = section.integer("bits" if section.has("bits") else "w_bit", _BITS, high=16)
     if bits != _BITS:
         raise section.fail("bits", f"= {bits} is not supported", f"readable: {READABLE}")
-    group = section.integer("group_size" if section.has("group_size") else "q_group_size", -1, low=-1, high=1 << 20)
+    group = section.integer("group_size" if section.has("group_size") else "q_group_size", -1, low=-1)
     unquantized = section.array("modules_to_not_convert", str)
     result: dict[str, Packing] = {}
     for linear in quantizable(config):

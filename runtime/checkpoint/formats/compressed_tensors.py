@@ -142,7 +142,7 @@ def _packing(section: Fields, group: Fields) -> Packing:
     lowered = {key: value.lower() for key, value in weights.values.items() if isinstance(value, str)}
     weights = Fields({**weights.values, **lowered}, weights.source)
     dialect = _dialect(section, group, weights)
-    bits, size = weights.integer("num_bits", 8, high=16), weights.integer("group_size", -1, low=-1, high=1 << 20)
+    bits, size = weights.integer("num_bits", 8, high=16), weights.integer("group_size", -1, low=-1)
     default = ("tensor_group" if dialect == NVFP4 else "group") if size > 0 else "tensor"
     strategy = weights.text("strategy", "channel" if weights.values.get("group_size") == -1 else default)
     _check_weights(weights, dialect, bits, strategy)

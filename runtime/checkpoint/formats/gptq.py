@@ -33,7 +33,7 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
         raise section.fail("checkpoint_format", f"{version!r} is not supported", f"readable: {READABLE}")
     if section.text("pack_dtype", "int32") != "int32":
         raise section.fail("pack_dtype", "must be int32", f"readable: {READABLE}")
-    bits, group = section.integer("bits", low=2, high=8), section.integer("group_size", -1, low=-1, high=1 << 20)
+    bits, group = section.integer("bits", low=2, high=8), section.integer("group_size", -1, low=-1)
     rules = _rules(section)
     result: dict[str, Packing] = {}
     for linear in quantizable(config):

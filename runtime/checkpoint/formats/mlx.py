@@ -94,7 +94,7 @@ def read_packing(chosen: Fields, name: str, model: Dtype, headers: Headers | Non
         raise chosen.fail("mode", f"{mode!r} is not supported", f"readable: {READABLE}")
     bits, group, codes = _MODES.get(mode, (0, 0, "int"))
     bits = bits or chosen.integer("bits", 4, low=2, high=8)
-    group = group or chosen.integer("group_size", 64, low=1, high=1 << 20)
+    group = group or chosen.integer("group_size", 64)
     dtype = _parts.scale_dtype(headers, f"{name}.scales", model)
     if mode != "affine":
         dtype = _parts.unless(model, "bfloat16" if mode.startswith("mx") else "float32")

@@ -238,8 +238,6 @@ class ReplyReader:
 
     def _decide(self, text: bool) -> None:
         # A token that completes both text and something else counts for what it completes first.
-        if not self._undecided:
-            return
         if text:
             self._text_logprobs += [(self._calls, logprob) for logprob in self._undecided]
         self._undecided = []
