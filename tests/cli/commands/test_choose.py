@@ -35,6 +35,12 @@ def test_a_model_that_fits_to_the_byte_is_chosen(answer: Any) -> None:
         assert fits == [best == "pico", *[True] * (len(fits) - 1)]
 
 
+def test_the_memory_of_a_gpu_is_that_of_estimate(answer: Any, mycli: Mycli) -> None:
+    """Passes over prompts are longer on a GPU."""
+    estimated = json.loads(mycli("estimate", "pico", "--gpu", "24GiB", "--json").stdout)["bytes"]["total"]
+    assert answer("24GiB")["candidates"][0]["memory_bytes"] == estimated
+
+
 def test_a_loss_at_the_limit_is_accepted(answer: Any) -> None:
     memory = f"{math.ceil(answer('24GiB')['candidates'][0]['memory_bytes'] * 1.03) - 1}B"  # too little for pico
     assert answer(memory, "--max-kl", str(STATED_KL[8]))["best"] == "pico-gptq-int8-g128"

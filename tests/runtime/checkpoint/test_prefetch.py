@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.checkpoint import stable_file
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.system import Memory
+from tests.runtime.checkpoint.test_mlx_weights import LATENT, convert
 
 PROBE = """
 import sys
@@ -43,3 +45,21 @@ def test_every_file_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert len(advised) == count
+
+
+@pytest.mark.parametrize("family", ["llama-biases", LATENT])
+def test_all_bytes_of_the_tensors_are_prefetched(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of mlx-lm have some tensors in two parts, and experts in stacks."""
+    convert(tmp_path, family)
+    folder, places = open_model_folder(tmp_path), list[tuple[int, int]]()
+    checkpoint = folder.checkpoint()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, advice: places.append((offset, count)))
+    for name, _ in folder.config.tensors():
+        checkpoint.prefetch(name)
+    end = tmp_path.joinpath("model.safetensors").stat().st_size
+    for offset, count in sorted(places, reverse=True):
+        assert offset + count == end
+        end = offset
+    with tmp_path.joinpath("model.safetensors").open("rb") as file:
+        assert end == 8 + int.from_bytes(file.read(8), "little")
+    checkpoint.prefetch("absent")

@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.layers.block import Recurrent
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.recurrent import make_mixer
-from mycli.runtime.models.recurrent_spec import KimiDeltaSpec
+from mycli.runtime.layers.recurrent import Advance, PromptStates, Rows, make_mixer
+from mycli.runtime.models.recurrent_spec import KimiDeltaSpec, RecurrentSpec
 from tests.support.families import CASES, make
 from tests.support.published import published
 
@@ -56,3 +61,30 @@ def test_the_memory_model_counts_the_values_of_published_layers(name: str) -> No
     forward, draft, backward = COUNTS[name]
     assert (spec.forward_values(), spec.draft_values()) == (forward, draft)
     assert spec.training_values() == 2 * forward + backward
+
+
+class RecordedWidths(PromptStates):
+    """Records the widths of the rows by which states advance."""
+
+    def __init__(self) -> None:
+        self.widths: list[tuple[int, ...]] = []
+
+    def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
+        self.widths.append(tuple(tensor.flatten(2).shape[-1] for tensor in rows))
+        return super().advance(layer, spec, rows, step)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3_5-odd-heads-tied", "kimi_linear-8top3", "lfm2-untied-biases", "bamba-2-groups", "falcon_h1-multipliers"],
+)
+def test_states_advance_by_rows_of_the_declared_widths(case: str, tmp_path: Path) -> None:
+    """Native code writes the rows of drafted tokens by these widths, and only the rows of accepted tokens count."""
+    make(tmp_path, *CASES[case])
+    model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
+    states, declared = RecordedWidths(), []
+    for mixer in (part.mixer for part in model.modules() if isinstance(part, Recurrent)):
+        x = torch.zeros(1, 2, model.config.hidden_size)
+        mixer(x, torch.zeros(1, 2, mixer.projection.out_features), states)
+        declared.append(mixer.widths)
+    assert declared and states.widths == declared

@@ -215,6 +215,8 @@ def test_props_describe_the_model(coding: Served) -> None:
     assert described["default_generation_settings"]["n_ctx"] == 512 and described["eos_token"] == "<|im_end|>"
     assert described["chat_template"] == coding.service._template
     assert described["total_slots"] == coding.service.worker.engine.scheduler.limits.running
+    assert described["modalities"] == {"vision": False, "audio": False}, "clients would send images"
+    assert not described["is_sleeping"] and described["model_alias"] == described["model_path"] == coding.service.name
 
 
 def test_ollamas_description_says_which_models_fill_in(coding: Served, served: Served) -> None:

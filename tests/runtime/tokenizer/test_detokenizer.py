@@ -7,9 +7,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.detokenizer import Detokenizer
+from mycli.runtime.tokenizer.detokenizer import Detokenizer, byte_alphabet
 from mycli.runtime.tokenizer.stream import StreamDecoder
 
 REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -63,6 +64,10 @@ def test_byte_tokens_of_valid_text(before: str, after: str) -> None:
     ids = [8 + byte for byte in before.encode()] + [2] + [8 + byte for byte in after.encode()]
     theirs = LIBRARY["llama2"][1].decode([PIECES[token_id] for token_id in ids])
     assert decode(LLAMA2, ids) == theirs == (before + "a" + after).removeprefix(" ")
+
+
+def test_the_characters_of_bytes_are_those_of_gpt_2() -> None:
+    assert byte_alphabet() == {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def test_invalid_byte_token_damages_only_itself() -> None:  # C19: the library makes three of this

@@ -1,12 +1,13 @@
 """Test C21, C22: text that can control a terminal is removed, ordinary text of any language is kept."""
 
+import json
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mycli.runtime.utils.sanitize import one_line, sanitize
+from mycli.runtime.utils.sanitize import one_line, sanitize, sanitize_json
 
 ATTACKS = {
     "title": ("\x1b]0;owned\x07", "^[]0;owned^G"),
@@ -40,6 +41,13 @@ def test_no_control_character_is_left(text: str) -> None:
     assert not [c for c in clean if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"]
     assert sanitize(clean) == clean
     assert len(one_line(text, 50)) <= 50 and "\n" not in one_line(text)
+
+
+@given(st.text() | st.sampled_from([attack for attack, _ in ATTACKS.values()]))
+def test_sanitized_json_has_the_same_value(text: str) -> None:
+    """As UTF-16 does, JSON writes a character beyond U+FFFF in two escape sequences."""
+    clean = sanitize_json(json.dumps(text, ensure_ascii=False))
+    assert json.loads(clean) == text and sanitize(clean) == clean
 
 
 def test_a_name_in_a_message_is_one_line_of_at_most_the_limit() -> None:

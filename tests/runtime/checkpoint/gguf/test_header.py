@@ -1,6 +1,7 @@
 """Test the GGUF header parser: it reads what the library writes, and errors name the fault in hostile files."""
 
 import io
+import os
 import struct
 import tracemalloc
 from array import array
@@ -82,6 +83,35 @@ def test_what_we_write_the_library_reads(tmp_path: Path) -> None:
     assert np.array_equal(first.data, np.arange(6, dtype=np.float32).reshape(2, 3))
     assert second.tensor_type.name == "Q4_0" and np.array_equal(second.data.ravel(), blocks)
     assert list(tmp_path.iterdir()) == [tmp_path / "a.gguf"]  # no lock and no partial file
+
+
+@pytest.mark.parametrize("values", [1, 8, 9])
+def test_a_file_has_its_size_from_the_start(values: int, tmp_path: Path) -> None:
+    """Its space is reserved, bytes that are not written are zero, and the end is padded as the library pads it."""
+    tensor = np.zeros(values, dtype=np.float32)
+    with GgufWriter(tmp_path / "a.gguf", {}, [("one", "F32", (values,))]) as writer:
+        assert writer.partial.stat().st_size == writer.nbytes
+        writer.leave_zero("one")
+        writer.finish()
+    theirs = library.GGUFWriter(tmp_path / "b.gguf", "llama")
+    theirs.add_tensor("one", tensor)
+    for write in (theirs.write_header_to_file, theirs.write_kv_data_to_file, theirs.write_tensors_to_file):
+        write()
+    theirs.close()
+    read = [library.GGUFReader(tmp_path / name).tensors[0] for name in ("a.gguf", "b.gguf")]
+    assert np.array_equal(read[0].data, tensor)
+    sizes = [(tmp_path / name).stat().st_size for name in ("a.gguf", "b.gguf")]
+    assert sizes[0] - read[0].data_offset == sizes[1] - read[1].data_offset
+
+
+def test_a_write_that_the_system_cuts_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux writes at most 2 GiB in one call."""
+    write, tensor = os.pwrite, np.arange(5, dtype=np.float32)
+    monkeypatch.setattr("os.pwrite", lambda file, data, offset: write(file, data[:7], offset))
+    with GgufWriter(tmp_path / "a.gguf", {"general.architecture": "llama"}, [("one", "F32", (5,))]) as writer:
+        writer.write("one", tensor.data)
+        writer.finish()
+    assert np.array_equal(library.GGUFReader(tmp_path / "a.gguf").tensors[0].data, tensor)
 
 
 def test_a_file_that_is_not_finished_never_appears(tmp_path: Path) -> None:

@@ -249,8 +249,12 @@ def test_the_report_of_a_model(child: ChatTemplate, tokenizer: Tokenizer, quick:
 
 def test_the_costs_of_an_exchange_are_those_of_its_marks(child: ChatTemplate, tmp_path: Path, quick: None) -> None:
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
-    costs = check_template(probe_of(child, turns, make(tmp_path))).costs
+    source = "{% if tools %}Tools!{% endif %}" + turns + "{% if add_generation_prompt %}assistant: {% endif %}"
+    costs = check_template(probe_of(child, source, make(tmp_path))).costs  # a token for each byte
     assert costs is not None and costs.exchange == len("assistant: user: ") + 2 and costs.start == len("user: ")
+    assert costs.tool == len("Tools!") and costs.opening == len("assistant: ")
+    costs = check_template(probe_of(child, turns, make(tmp_path))).costs
+    assert costs is not None and costs.tool is None, "the template has none"
 
 
 def test_what_cannot_be_rendered_ends_the_report(child: ChatTemplate, quick: None) -> None:
