@@ -15,15 +15,17 @@ from torch import Tensor
 from mycli.quant import pipeline
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output import model_card as record
-from mycli.quant.pipeline import quantize
+from mycli.quant.pipeline import quantize, result_notes
 from mycli.quant.planning import plan as planning
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.planning.target import OutputTarget
 from mycli.quant.progress import Callbacks
+from mycli.quant.quality_report import QualityReport
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
+from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
@@ -280,3 +282,21 @@ def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, r
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert written["ignore"] == ["lm_head"]
     assert [group["targets"] for group in written["config_groups"].values()] == [["Linear"]]
+
+
+def test_notes_name_the_layers_that_they_are_about() -> None:
+    """Of few tokens the first three; inputs without a value in the layer with the most of them."""
+    few = [record.Layer(f"few.{number}", "int4", 0.1, fallback=TOO_FEW_TOKENS) for number in range(4)]
+    other = [record.Layer("other", "int4", 0.1, fallback="another reason")]
+    dead = [record.Layer(f"dead.{count}", "int4", 0.1, dead_columns=count) for count in (0, 2, 7, 5)]
+    notes = list(result_notes((*other, *few, *dead), record.Tuning(0.25, 0.125), QualityReport()))
+    assert sorted(notes[:2]) == [
+        "1 of 9 layers were rounded to nearest: another reason",
+        f"4 of 9 layers were rounded to nearest: {TOO_FEW_TOKENS} (few.0, few.1, few.2, ...)",
+    ]
+    assert notes[2:] == [
+        "tuning: mean KL of held-out calibration windows 0.25 → 0.125",
+        "3 layers with inputs that calibration never used, at most 7, in dead.7",
+    ]
+    (note,) = result_notes(tuple(few[:3]), None, QualityReport())
+    assert note.endswith("(few.0, few.1, few.2)")

@@ -4,7 +4,6 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import EXPERT_KEYS, MoeLayers, read_expert_counts
 from mycli.runtime.models.experts_spec import RoutingSpec
-from mycli.runtime.models.families.qwen2 import windows
 from mycli.runtime.utils.json_fields import Fields
 
 
@@ -24,6 +23,7 @@ def read(raw: Fields) -> ModelConfig:
         size=raw.integer("moe_intermediate_size", 768),
         dense=dense_layers(raw, fields["layers"]),
     )
-    return ModelConfig(
-        **fields, **hf_config.attention_biases(raw), qk_norm=True, windows=windows(raw, fields), build_layer=mixture
-    )
+    # In all layers, unlike Qwen 2 and 3: transformers does not read max_window_layers here.
+    window = raw.integer("sliding_window", 4096) if raw.boolean("use_sliding_window", False) else None
+    windows = hf_config.uniform_windows(raw, fields["layers"], window)
+    return ModelConfig(**fields, **hf_config.attention_biases(raw), qk_norm=True, windows=windows, build_layer=mixture)

@@ -148,3 +148,17 @@ def test_families_with_their_sizes_alone(name: str) -> None:
     assert actual is not None and expected is not None
     wrong = [field for field in FIELDS if getattr(actual, field) != getattr(expected, field)]
     assert wrong == (["attention_scale"] if name == "hyperclovax" else [])  # which is the scale of the heads
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1"])
+def test_windows_that_begin_or_end_at_a_late_layer(name: str) -> None:
+    """With the default of `max_window_layers`, 28 or 62, and without `layer_types`; Qwen 3 MoE has neither key."""
+    raw = {"model_type": name, "num_hidden_layers": 64, "sliding_window": 512, "hidden_size": 64}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 97, "intermediate_size": 96}
+    raw |= {"bos_token_id": 1, "eos_token_id": 2}
+    raw |= {} if name == "dots1" else {"use_sliding_window": True}
+    actual, complete = parsed(raw), completed(raw)
+    assert actual is not None and complete is not None
+    kinds = complete.get("layer_types", ["sliding_attention"] * 64)
+    windows = [complete["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    assert 512 in windows and list(actual.windows) == windows
