@@ -211,7 +211,7 @@ def as_on_device(plan: MemoryPlan) -> MemoryPlan:
 
 
 def _on_gpu(packing: Packing) -> Packing:
-    return packing.on_gpu() or replace(packing, super_blocks=False)  # without a kernel: as stored, unpacked each pass
+    return packing.on_gpu() or replace(packing, byte_scales=None)  # without a kernel: as stored, unpacked each pass
 
 
 def _fixed(plan: MemoryPlan) -> _Fixed:

@@ -29,7 +29,8 @@ class PackedWeight:
     in_features: int  # K
     offsets: Tensor | None = None  # with `packing.offsets`: fp32 of the scales' shape
     inputs: Tensor | None = None  # with `packing.permuted`: int32 [K], column j multiplies input inputs[j]
-    factors: Tensor | None = None  # with `packing.super_blocks`: fp16 [N, K / SUPER_BLOCK, 1 or 2], see `super_blocks`
+    # With super-blocks fp16 [N, K / SUPER_BLOCK, 1 or 2], with E4M3 scales fp32 [N, 1, 2]; see `scale_codes`.
+    factors: Tensor | None = None
 
     @property
     def nbytes(self) -> int:

@@ -30,9 +30,13 @@ INTEGER_TABLES: Mapping[Codes, tuple[int, ...]] = {
 # What the scales of super-blocks are integers of, in factors: 1 if absent.
 SCALE_UNITS: Mapping[Codes, float] = {"iq3_xxs": 0.25, "iq2": 0.125, "iq1": 0.125}
 ActivationBits = Literal[8, 16]
+# How CPU kernels hold scales that take a byte each: integers with fp16 factors of `SUPER_BLOCK` inputs, offsets too;
+# E4M3 with a pair of fp32 factors of a row, whose sum is the factor of NVFP4; or E8M0.
+ByteScales = Literal["super_blocks", "e4m3", "e8m0"]
 _OFFSET_BYTES, _INDEX_BYTES = 4, 4
 SUPER_BLOCK = 256  # inputs of a row that share the factors of their scales
-_FACTOR_BYTES = 2  # fp16
+_FACTOR_BYTES = 2  # fp16, of a super-block
+_ROW_FACTOR_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Packing:
     codes: Codes = "int"
     scale_dtype: Dtype | None = None  # of the scales in memory; None: the model's
     permuted: bool = False  # columns are stored sorted by group, with the index of their input
-    super_blocks: bool = False  # scales and offsets are one byte each, times fp16 factors of `SUPER_BLOCK` inputs
+    byte_scales: ByteScales | None = None
     dialect: tuple[str | int, ...] = ()  # private to its layout
     # Bits of the integers that CPU kernels round bf16 activations to. Not compared: it is not part of what is stored.
     activations: ActivationBits = field(default=16, compare=False)
@@ -64,14 +68,14 @@ class Packing:
     def on_gpu(self) -> "Packing | None":
         """Return the packing in which GPU kernels store the same weights, or None if they do not support it."""
         # Codes of 5 to 7 bits take a byte and those of tables of 8 integers half a byte, large groups are split, and
-        # scales of super-blocks are expanded. A group that is not a multiple of 16 would end inside a step of the
+        # scales of a byte are expanded. A group that is not a multiple of 16 would end inside a step of the
         # kernels.
         group = self.group_size
         fitting = [size for size in sorted((16, *GROUP_SIZES), reverse=True) if group and group % size == 0]
         if group is not None and not fitting:
             return None
         bits = 4 if self.codes in INTEGER_TABLES else self.bits if self.bits in BITS else 8
-        return replace(self, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
+        return replace(self, bits=bits, group_size=fitting[0] if fitting else None, byte_scales=None)
 
     def groups(self, in_features: int) -> int:
         """Return the scales per output row. Raises ModelError if the group size does not divide `in_features`."""
@@ -93,8 +97,13 @@ class Packing:
         scale = scale_bytes if self.scale_dtype is None else BY_NAME[self.scale_dtype].nbytes
         group = scale + (_OFFSET_BYTES if self.offsets else 0)
         scales = group * self.groups(in_features)
-        if self.super_blocks:
-            scales = (1 + self.offsets) * (self.groups(in_features) + _FACTOR_BYTES * (in_features // SUPER_BLOCK))
+        if self.byte_scales is not None:
+            factors = {
+                "super_blocks": _FACTOR_BYTES * (in_features // SUPER_BLOCK),
+                "e4m3": _ROW_FACTOR_BYTES,
+                "e8m0": 0,
+            }
+            scales = (1 + self.offsets) * (self.groups(in_features) + factors[self.byte_scales])
         order = _INDEX_BYTES * in_features if self.permuted else 0
         return out_features * (4 * self.words(in_features) + scales) + order
 

@@ -31,7 +31,7 @@ from mycli.runtime.quantization.scheme import INTEGER_TABLES, SCALE_UNITS, Activ
 from tests.support.packed_weights import code_bits, super_block_weight
 
 ACTIVATION_BITS: tuple[ActivationBits, ...] = (16, 8)
-TYPES = {kind.name: kind for kind in QUANTIZED if kind.super_blocks}
+TYPES = {kind.name: kind for kind in QUANTIZED if kind.byte_scales == "super_blocks"}
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 96, 128, 256, 512)
 
 Product = Callable[[Tensor], Tensor]

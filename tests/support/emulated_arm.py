@@ -135,9 +135,9 @@ def _weight(one: CWeight) -> Buffer:
     scales, super_blocks = rows * one.inputs // one.group, rows * one.inputs // 256
     sizes = {
         "codes": rows * one.inputs * one.bits // 8,
-        "scales": scales * (4, 2, 2, 1)[one.scale_type],
+        "scales": scales * (4, 2, 2, 1, 1, 1)[one.scale_type],
         "offsets": scales * (1 if one.factors else 4),
-        "factors": super_blocks * 2 * (2 if one.offsets else 1),
+        "factors": rows * 8 if one.scale_type == 4 else super_blocks * 2 * (2 if one.offsets else 1),
     }
     return _struct(one, sizes)
 

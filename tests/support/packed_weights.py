@@ -1,9 +1,11 @@
 """Builds random packed weights for tests of matrix products."""
 
 import torch
+from torch import Tensor
 
+from mycli.runtime.checkpoint.formats._parts import row_factors
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
-from mycli.runtime.quantization.scheme import INTEGER_TABLES, SUPER_BLOCK, Codes, Packing
+from mycli.runtime.quantization.scheme import INTEGER_TABLES, SUPER_BLOCK, ByteScales, Codes, Packing
 
 
 def code_bits(codes: Codes) -> int:
@@ -27,5 +29,22 @@ def super_block_weight(
     if offsets:
         subtracted = torch.randint(0, 64, each.shape[:2], generator=generator) * each[..., 1]
         beside = scales * (1 << (bits - 1)) - subtracted
-    packing = Packing(bits, group, offsets=offsets, super_blocks=True)
+    packing = Packing(bits, group, offsets=offsets, byte_scales="super_blocks")
     return PackedWeight(pack(codes, bits), scales, packing, columns, beside, factors=factors)
+
+
+def byte_scale_weight(
+    kind: ByteScales, shape: tuple[int, int], group: int, *, factor: Tensor | None = None, seed: int = 0
+) -> PackedWeight:
+    """Return random E2M1 codes with scales of E4M3 times `factor` (a scalar in fp64), or of E8M0 in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+    groups = shape[0], shape[1] // group
+    packing = Packing(4, group, codes="e2m1", byte_scales=kind)
+    if kind == "e8m0":
+        scales = torch.exp2(torch.randint(-20, 4, groups, generator=generator).float()).bfloat16()
+        return PackedWeight(pack(codes, 4), scales, packing, shape[1])
+    factor = torch.tensor(0.001, dtype=torch.float64) if factor is None else factor
+    numbers = torch.randint(0, 127, groups, generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = (numbers.double() * factor).float()
+    return PackedWeight(pack(codes, 4), scales, packing, shape[1], factors=row_factors(factor, shape[0]))

@@ -117,18 +117,22 @@ def _read_codes(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
         _parts.put_bytes(stored ^ 0x80 if dialect == INT else stored, out)  # q + 128
 
 
-def _read_scales(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing) -> "torch.Tensor":
+def _read_scales(
+    checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing
+) -> "tuple[torch.Tensor, torch.Tensor | None]":
+    # Also the factors of E4M3 scales.
     name, dialect = f"{linear.name}.weight_scale", Dialect.of(packing)
     rows, columns = linear.out_features, linear.in_features
     scales = checkpoint.read(name)
     if dialect.name in (MXFP4, MXFP8):
-        return _parts.powers_of_two(scales, name)
+        return _parts.powers_of_two(scales, name), None
     if dialect.name == NVFP4:
-        # The stored factor is what the weights were multiplied by before they were rounded.
-        return scales.float() / checkpoint.read(f"{linear.name}.weight_global_scale")
+        # The stored number is what the weights were multiplied by before they were rounded.
+        divisor = checkpoint.read(f"{linear.name}.weight_global_scale")
+        return scales.float() / divisor, _parts.row_factors(1 / divisor.double(), rows)
     if dialect.block is not None:
-        return _parts.block_scales(scales, dialect.block, rows, columns, packing.group_size or columns)
-    return scales.reshape(1, 1).expand(rows, 1) if dialect.strategy == "tensor" else scales
+        return _parts.block_scales(scales, dialect.block, rows, columns, packing.group_size or columns), None
+    return scales.reshape(1, 1).expand(rows, 1) if dialect.strategy == "tensor" else scales, None
 
 
 def _read_zeros(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, groups: int) -> "torch.Tensor":
@@ -144,7 +148,7 @@ def _read_zeros(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
     _read_codes(checkpoint, linear, packing, out)
-    scales = _read_scales(checkpoint, linear, packing)
+    scales, factors = _read_scales(checkpoint, linear, packing)
     offsets, inputs = None, None
     if packing.offsets:
         zeros = _read_zeros(checkpoint, linear, packing, scales.shape[1])
@@ -153,7 +157,7 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
         name, group = f"{linear.name}.weight_g_idx", packing.group_size or linear.in_features
         inputs = _parts.column_order(checkpoint.read(name), group, name)
         out.copy_(_parts.sort_columns(out, packing.bits, linear.in_features, inputs))
-    return Scales(scales, offsets, inputs)
+    return Scales(scales, offsets, inputs, factors)
 
 
 def planned_tensors(

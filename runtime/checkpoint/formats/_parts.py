@@ -106,6 +106,14 @@ def block_scales(scales: "Tensor", block: tuple[int, int], rows: int, columns: i
     return spread.index_select(1, blocks)
 
 
+def row_factors(factor: "Tensor", rows: int) -> "Tensor":
+    """Return the factor of the E4M3 scales of a weight, a scalar in fp64, as fp32 pairs of its rows [rows, 1, 2]."""
+    import torch
+
+    high = factor.reshape(()).float()
+    return torch.stack((high, (factor.reshape(()) - high).float())).expand(rows, 1, 2)
+
+
 def powers_of_two(exponents: "Tensor", name: str) -> "Tensor":
     """Convert E8M0 scales to bf16, which is exact. Raises ModelError for NaN."""
     import torch

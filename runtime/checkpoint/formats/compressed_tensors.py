@@ -28,7 +28,7 @@ from mycli.runtime.checkpoint.formats._compressed_weights import (
 )
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
-from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.quantization.scheme import ByteScales, Codes, Packing
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
@@ -177,14 +177,16 @@ def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: 
     # Per linear, blocks become groups of its inputs, and scales have their stored dtype.
     dialect = Dialect.of(packing)
     dtype = _parts.scale_dtype(headers, f"{linear.name}.weight_scale", config.dtype)
+    byte_scales: ByteScales | None = None
     if dialect.name in (MXFP4, MXFP8):
         dtype = _parts.unless(config.dtype, "bfloat16")
+        byte_scales = "e8m0" if dialect.name == MXFP4 else None
     elif dialect.name == NVFP4:
-        dtype = _parts.unless(config.dtype, "float32")
+        dtype, byte_scales = _parts.unless(config.dtype, "float32"), "e4m3"
     size = packing.group_size
     if dialect.block is not None and linear.in_features > dialect.block[1]:
         size = math.gcd(linear.in_features, dialect.block[1])
-    return replace(packing, scale_dtype=dtype, group_size=size)
+    return replace(packing, scale_dtype=dtype, group_size=size, byte_scales=byte_scales)
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:

@@ -31,13 +31,14 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     # Super-blocks do not survive a change of columns, their groups do.
     reordered = set(section.array("reordered", str, len(names)))
     packings = {name: TYPES_BY_NAME[types.text(name)].packing for name in names}
-    return {name: replace(p, super_blocks=False) if name in reordered else p for name, p in packings.items()}
+    for name in reordered & packings.keys():
+        if packings[name].byte_scales == "super_blocks":
+            packings[name] = replace(packings[name], byte_scales=None)
+    return packings
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    types = tuple(
-        kind.name for kind in QUANTIZED if packing in (kind.packing, replace(kind.packing, super_blocks=False))
-    )
+    types = tuple(kind.name for kind in QUANTIZED if packing in (kind.packing, replace(kind.packing, byte_scales=None)))
     yield f"{linear.name}.weight", (linear.out_features, linear.in_features), types
 
 
@@ -57,7 +58,7 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     offsets = torch.empty(shape, dtype=torch.float32) if packing.offsets else None
     factors: list[torch.Tensor] = []
     columns, factor = checkpoint.column_order(name), checkpoint.factors.get(name)
-    if factor is not None and (packing.super_blocks or packing.scale_dtype != "float32"):
+    if factor is not None and packing.byte_scales != "e4m3":
         raise ModelError(f"{checkpoint.entry(name).name}: a scale of {kind.name} weights is not supported", "")
     for start, data in checkpoint.row_bytes(name):
         rows, part = slice(start, start + len(data)), pack_rows(data, kind, columns)
@@ -66,4 +67,6 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
             offsets[rows] = part.offsets
         if part.factors is not None:
             factors.append(part.factors)
+    if packing.byte_scales == "e4m3":
+        factors.append(_parts.row_factors(torch.tensor(factor or 1.0, dtype=torch.float64), linear.out_features))
     return Scales(scales, offsets, factors=torch.cat(factors) if factors else None)

@@ -12,7 +12,7 @@ from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales, _p
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.part_spec import LinearSpec
-from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.quantization.scheme import ByteScales, Codes, Packing
 from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
@@ -30,10 +30,11 @@ UNEXPECTED = (
         "its quantization is missing, or mlx-lm changed the weights of this family: use a version in another format",
     ),
 )
-_MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the float kinds
-    "mxfp4": (4, 32, "e2m1"),
-    "nvfp4": (4, 16, "e2m1"),
-    "mxfp8": (8, 32, "e4m3"),
+_AFFINE: tuple[int, int, Codes, ByteScales | None] = (0, 0, "int", None)
+_MODES: dict[str, tuple[int, int, Codes, ByteScales | None]] = {  # bits, group, codes and scales of the float kinds
+    "mxfp4": (4, 32, "e2m1", "e8m0"),
+    "nvfp4": (4, 16, "e2m1", "e4m3"),
+    "mxfp8": (8, 32, "e4m3", None),
 }
 
 
@@ -92,13 +93,14 @@ def read_packing(chosen: Fields, name: str, model: Dtype, headers: Headers | Non
     mode = chosen.text("mode", "affine")
     if mode != "affine" and mode not in _MODES:
         raise chosen.fail("mode", f"{mode!r} is not supported", f"readable: {READABLE}")
-    bits, group, codes = _MODES.get(mode, (0, 0, "int"))
+    bits, group, codes, byte_scales = _MODES.get(mode, _AFFINE)
     bits = bits or chosen.integer("bits", 4, low=2, high=8)
     group = group or chosen.integer("group_size", 64)
     dtype = _parts.scale_dtype(headers, f"{name}.scales", model)
     if mode != "affine":
         dtype = _parts.unless(model, "bfloat16" if mode.startswith("mx") else "float32")
-    return Packing(bits, group, layout="mlx", offsets=mode == "affine", codes=codes, scale_dtype=dtype, dialect=(mode,))
+    affine = mode == "affine"
+    return Packing(bits, group, "mlx", affine, codes, scale_dtype=dtype, byte_scales=byte_scales, dialect=(mode,))
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
@@ -122,7 +124,7 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     if mode == "nvfp4":
         scales = scales.view(torch.float8_e4m3fn)
         checkpoint.check(scales, name)
-        return Scales(scales.float())
+        return Scales(scales.float(), factors=_parts.row_factors(torch.ones((), dtype=torch.float64), len(scales)))
     if mode != "affine":
         return Scales(_parts.powers_of_two(scales, name))
     biases = checkpoint.read(f"{linear.name}.biases")

@@ -40,7 +40,8 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
 
 
 def _packing(dtype: Dtype) -> Packing:
-    return Packing(4, _GROUP, layout="modelopt", codes="e2m1", scale_dtype=_parts.unless(dtype, "float32"))
+    scales = _parts.unless(dtype, "float32")
+    return Packing(4, _GROUP, layout="modelopt", codes="e2m1", scale_dtype=scales, byte_scales="e4m3")
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
@@ -56,4 +57,6 @@ check = _parts.no_check
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
     name = f"{linear.name}.weight"
     _parts.put_bytes(checkpoint.read(name), out)
-    return Scales(checkpoint.read(f"{name}_scale").float() * checkpoint.read(f"{name}_scale_2").float())
+    factor = checkpoint.read(f"{name}_scale_2").float()
+    scales = checkpoint.read(f"{name}_scale").float() * factor
+    return Scales(scales, factors=_parts.row_factors(factor.double(), linear.out_features))

@@ -29,7 +29,8 @@ _GROUP, _BYTES = 32, 16
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    packing = Packing(4, _GROUP, layout="mxfp4", codes="e2m1", scale_dtype=_parts.unless(config.dtype, "bfloat16"))
+    scales = _parts.unless(config.dtype, "bfloat16")
+    packing = Packing(4, _GROUP, layout="mxfp4", codes="e2m1", scale_dtype=scales, byte_scales="e8m0")
     mixtures = (spec.mlp for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
     linears = (linear for mixture in mixtures for expert in mixture.experts for linear in expert.linears)
     return {linear.name: packing for linear in linears if headers is None or f"{linear.name}.blocks" in headers}

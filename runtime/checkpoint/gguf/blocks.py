@@ -187,7 +187,7 @@ def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> Pa
     """
     packing = kind.packing
     if columns is not None:
-        packing, whole = replace(packing, super_blocks=False), pack_rows(data, kind)
+        packing, whole = replace(packing, byte_scales=None), pack_rows(data, kind)
         return reorder_columns(replace(whole, packing=packing), columns)
     groups = read_groups(data.reshape(-1, kind.nbytes), kind)
     half = 1 << (packing.bits - 1)

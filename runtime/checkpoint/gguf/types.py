@@ -6,7 +6,7 @@ So each maps onto packed weights without loss. Imports no torch.
 
 from dataclasses import dataclass
 
-from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.quantization.scheme import ByteScales, Codes, Packing
 from mycli.runtime.utils.dtypes import Dtype
 
 LAYOUT = "gguf"
@@ -25,14 +25,14 @@ class GgmlType:
     group: int = 0  # values that share a scale
     minimum: bool = False
     scale_dtype: Dtype = "float32"  # that holds its scales exactly
-    super_blocks: bool = False  # scales are integers times an fp16 factor
+    byte_scales: ByteScales | None = None
     codes: Codes = "int"
 
     @property
     def packing(self) -> Packing:
         group, dtype = min(self.group, 128), self.scale_dtype
         return Packing(
-            self.bits, group, LAYOUT, self.minimum, self.codes, scale_dtype=dtype, super_blocks=self.super_blocks
+            self.bits, group, LAYOUT, self.minimum, self.codes, scale_dtype=dtype, byte_scales=self.byte_scales
         )
 
 
@@ -45,24 +45,24 @@ TYPES = (
     GgmlType(6, "Q5_0", 32, 22, None, 5, 32, scale_dtype="float16"),
     GgmlType(7, "Q5_1", 32, 24, None, 5, 32, minimum=True, scale_dtype="float16"),
     GgmlType(8, "Q8_0", 32, 34, None, 8, 32, scale_dtype="float16"),
-    GgmlType(10, "Q2_K", 256, 84, None, 2, 16, minimum=True, super_blocks=True),
-    GgmlType(11, "Q3_K", 256, 110, None, 3, 16, super_blocks=True),
-    GgmlType(12, "Q4_K", 256, 144, None, 4, 32, minimum=True, super_blocks=True),
-    GgmlType(13, "Q5_K", 256, 176, None, 5, 32, minimum=True, super_blocks=True),
-    GgmlType(14, "Q6_K", 256, 210, None, 6, 16, super_blocks=True),
-    GgmlType(16, "IQ2_XXS", 256, 66, None, 3, 32, super_blocks=True, codes="iq2"),
-    GgmlType(17, "IQ2_XS", 256, 74, None, 3, 16, super_blocks=True, codes="iq2"),
-    GgmlType(18, "IQ3_XXS", 256, 98, None, 4, 32, super_blocks=True, codes="iq3_xxs"),
-    GgmlType(19, "IQ1_S", 256, 50, None, 3, 32, super_blocks=True, codes="iq1"),
+    GgmlType(10, "Q2_K", 256, 84, None, 2, 16, minimum=True, byte_scales="super_blocks"),
+    GgmlType(11, "Q3_K", 256, 110, None, 3, 16, byte_scales="super_blocks"),
+    GgmlType(12, "Q4_K", 256, 144, None, 4, 32, minimum=True, byte_scales="super_blocks"),
+    GgmlType(13, "Q5_K", 256, 176, None, 5, 32, minimum=True, byte_scales="super_blocks"),
+    GgmlType(14, "Q6_K", 256, 210, None, 6, 16, byte_scales="super_blocks"),
+    GgmlType(16, "IQ2_XXS", 256, 66, None, 3, 32, byte_scales="super_blocks", codes="iq2"),
+    GgmlType(17, "IQ2_XS", 256, 74, None, 3, 16, byte_scales="super_blocks", codes="iq2"),
+    GgmlType(18, "IQ3_XXS", 256, 98, None, 4, 32, byte_scales="super_blocks", codes="iq3_xxs"),
+    GgmlType(19, "IQ1_S", 256, 50, None, 3, 32, byte_scales="super_blocks", codes="iq1"),
     GgmlType(20, "IQ4_NL", 32, 18, None, 4, 32, scale_dtype="float16", codes="iq4"),
-    GgmlType(21, "IQ3_S", 256, 110, None, 4, 32, super_blocks=True, codes="iq3_s"),
-    GgmlType(22, "IQ2_S", 256, 82, None, 3, 16, super_blocks=True, codes="iq2"),
-    GgmlType(23, "IQ4_XS", 256, 136, None, 4, 32, super_blocks=True, codes="iq4"),
-    GgmlType(29, "IQ1_M", 256, 56, None, 3, 16, super_blocks=True, codes="iq1"),
+    GgmlType(21, "IQ3_S", 256, 110, None, 4, 32, byte_scales="super_blocks", codes="iq3_s"),
+    GgmlType(22, "IQ2_S", 256, 82, None, 3, 16, byte_scales="super_blocks", codes="iq2"),
+    GgmlType(23, "IQ4_XS", 256, 136, None, 4, 32, byte_scales="super_blocks", codes="iq4"),
+    GgmlType(29, "IQ1_M", 256, 56, None, 3, 16, byte_scales="super_blocks", codes="iq1"),
     GgmlType(34, "TQ1_0", 256, 54, None, 2, 256, scale_dtype="float16"),
     GgmlType(35, "TQ2_0", 256, 66, None, 2, 256, scale_dtype="float16"),
-    GgmlType(39, "MXFP4", 32, 17, None, 4, 32, scale_dtype="bfloat16", codes="e2m1"),
-    GgmlType(40, "NVFP4", 64, 36, None, 4, 16, codes="e2m1"),
+    GgmlType(39, "MXFP4", 32, 17, None, 4, 32, scale_dtype="bfloat16", byte_scales="e8m0", codes="e2m1"),
+    GgmlType(40, "NVFP4", 64, 36, None, 4, 16, byte_scales="e4m3", codes="e2m1"),
     GgmlType(41, "Q1_0", 128, 18, None, 2, 128, scale_dtype="float16"),
     GgmlType(42, "Q2_0", 64, 18, None, 2, 64, minimum=True, scale_dtype="float16"),
     # Not supported; listed so that an error can name the type.

@@ -7,7 +7,7 @@ the other rows nor the number of threads. Few rows run at memory bandwidth, many
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native, pointer
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
+from mycli.runtime.quantization.scale_codes import scale_codes
 from mycli.runtime.quantization.scheme import SCALE_UNITS, ActivationBits, Packing
 from mycli.runtime.utils.memory import HUGE, huge_empty
 
@@ -25,7 +26,9 @@ _ROWS, _INPUTS = 16, 32  # a block of the packed layout
 _BITS = (8, 6, 5, 4, 3, 2)
 _FILLED_BYTES = 64 << 20
 _GROUP = 16  # groups are multiples of this
-_BYTES = 3  # `I8` of packed_layout.h
+# `Type` of packed_layout.h.
+_SCALE_TYPES = {**STORED_TYPES, torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e8m0fnu: 5}
+_E4M3_UNIT = 2.0**8  # which `widen` of packed_layout.h leaves out
 # The tables of packed_layout.h.
 _TABLES = {"e2m1": 20, "iq4": 36, "iq3_xxs": 52, "iq3_s": 68, "iq2": 83, "iq1": 99}
 _DENSE_TYPES = Declined("dense-product-types")
@@ -58,9 +61,16 @@ def _blocked(values: Tensor) -> Tensor:
     return padded.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
 
 
+def _halved(weight: PackedWeight) -> PackedWeight:
+    half = weight.scales / 2
+    if not torch.equal(half * 2, weight.scales):  # fp16 may have no half of a scale
+        half = weight.scales.float() / 2
+    return replace(weight, scales=half, factors=None if weight.factors is None else weight.factors / 2)
+
+
 @dataclass(frozen=True)
 class _Scales:
-    """Scales, offsets and super-block factors in the layout of packed_layout.h."""
+    """Scales, offsets and factors in the layout of packed_layout.h."""
 
     scales: Tensor
     offsets: Tensor | None
@@ -68,19 +78,17 @@ class _Scales:
 
     @classmethod
     def of(cls, weight: PackedWeight) -> "_Scales":
-        if weight.factors is not None:
-            from mycli.runtime.quantization.super_blocks import scale_codes  # only weights of GGUF files have them
-
-            codes = scale_codes(weight)
-            if codes is not None:  # bytes times the factors of super-blocks give exactly the scales
-                offsets = None if codes.offsets is None else _blocked(codes.offsets)
-                factors = [_blocked(weight.factors[..., kind]) for kind in range(weight.factors.shape[2])]
-                return cls(_blocked(codes.scales), offsets, torch.stack(factors, dim=2))
-        scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
         if weight.packing.codes == "e2m1":  # the kernel multiplies by twice the value of a code, which is an integer
-            half = scales / 2
-            scales = half if torch.equal(half * 2, scales) else scales.float() / 2  # fp16 may have no half of a scale
-        return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
+            weight = _halved(weight)
+        codes = scale_codes(weight)
+        if codes is None:
+            scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+            return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
+        factors = None
+        if codes.factors is not None:
+            factors = torch.stack([_blocked(kind) for kind in codes.factors.unbind(2)], dim=2)
+        scales = _blocked(codes.scales.view(torch.uint8)).view(codes.scales.dtype)
+        return cls(scales, None if codes.offsets is None else _blocked(codes.offsets), factors)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for tensor in (self.scales, self.offsets, self.factors) if tensor is not None)
@@ -96,8 +104,7 @@ class CpuMatmul:
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
         self._scales = _Scales.of(weight)
-        exact = self._scales.factors is None and weight.scales.dtype in STORED_TYPES
-        self._dtype = weight.scales.dtype if exact else torch.float32
+        self._dtype = weight.scales.dtype if weight.scales.dtype in STORED_TYPES else torch.float32
         scales, offsets, factors = self._scales.scales, self._scales.offsets, self._scales.factors
         self._weight = CWeight(
             codes=self._codes.data_ptr(),
@@ -108,10 +115,10 @@ class CpuMatmul:
             inputs=weight.in_features,
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
-            scale_type=_BYTES if factors is not None else STORED_TYPES[scales.dtype],
+            scale_type=_SCALE_TYPES[scales.dtype],
             kind=_TABLES.get(weight.packing.codes, weight.packing.bits),
             activations=weight.packing.activations,
-            unit=SCALE_UNITS.get(weight.packing.codes, 1.0),
+            unit=_E4M3_UNIT if scales.dtype == torch.float8_e4m3fn else SCALE_UNITS.get(weight.packing.codes, 1.0),
         )
         self._pointer = ctypes.pointer(self._weight)
         self._repack(weight.packed)

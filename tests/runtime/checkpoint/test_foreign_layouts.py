@@ -22,6 +22,7 @@ from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize
+from mycli.runtime.quantization.scale_codes import scale_codes
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.foreign_layouts import COLUMNS, LINEAR, ROWS, Case, digest, integers, stored, weights
@@ -55,7 +56,9 @@ def read(folder: Path, case: Case) -> tuple[PackedWeight, Tensor]:
     weight = formats.read_weight(checkpoint, [linear], packing, CPU)
     dense = formats.read_dense(checkpoint, linear, {LINEAR: packing}, CPU)
     scale_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}[case.dtype]
-    assert packing.bytes(*dense.shape, scale_bytes) == weight.nbytes, "what estimates count is what is held"
+    assert (scale_codes(weight) is None) is (packing.byte_scales is None), "what estimates count is what is held"
+    whole = replace(packing, byte_scales=None).bytes(*dense.shape, scale_bytes)
+    assert whole == replace(weight, factors=None).nbytes, "the same for scales that are not bytes"
     return weight, dense
 
 

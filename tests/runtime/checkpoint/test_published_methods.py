@@ -83,7 +83,7 @@ def test_another_name_changes_no_weight(name: str, tmp_path: Path) -> None:
 
 
 def nvfp4() -> tuple[Case, Tensor]:
-    codes, scales = integers(1, 16, ROWS, COLUMNS), (weights(2, ROWS, COLUMNS // 16) * 50).to(torch.float8_e4m3fn)
+    codes, scales = integers(1, 16, ROWS, COLUMNS), (weights(2, ROWS, COLUMNS // 16).abs() * 50).to(torch.float8_e4m3fn)
     shared = torch.tensor(0.00123)
     tensors = {
         "weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),

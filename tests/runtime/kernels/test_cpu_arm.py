@@ -21,7 +21,7 @@ from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from tests.runtime.kernels import test_cpu_table
 from tests.support.emulated_arm import MISSING, SETS, EmulatedArm
-from tests.support.packed_weights import super_block_weight
+from tests.support.packed_weights import byte_scale_weight, super_block_weight
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} (g++-aarch64-linux-gnu, qemu-user)")
 
@@ -33,8 +33,10 @@ WEIGHTS = [
     pytest.param(Packing(8, None), id="int8-channel"),
     pytest.param(Packing(4, 32, codes="e2m1"), id="e2m1-g32"),
     pytest.param(Packing(4, 32, codes="iq4"), id="iq4-g32"),
-    pytest.param(Packing(4, 32, offsets=True, super_blocks=True), id="Q4_K"),
-    pytest.param(Packing(6, 16, super_blocks=True), id="Q6_K"),
+    pytest.param(Packing(4, 32, offsets=True, byte_scales="super_blocks"), id="Q4_K"),
+    pytest.param(Packing(6, 16, byte_scales="super_blocks"), id="Q6_K"),
+    pytest.param(Packing(4, 16, codes="e2m1", byte_scales="e4m3"), id="NVFP4"),
+    pytest.param(Packing(4, 32, codes="e2m1", byte_scales="e8m0"), id="MXFP4"),
 ]
 
 
@@ -46,8 +48,10 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def weight(packing: Packing, rows: int = 40, inputs: int = 512) -> PackedWeight:
-    if packing.super_blocks:
+    if packing.byte_scales == "super_blocks":
         return super_block_weight(packing.bits, (rows, inputs), packing.group_size or 0, offsets=packing.offsets)
+    if packing.byte_scales is not None:
+        return byte_scale_weight(packing.byte_scales, (rows, inputs), packing.group_size or 0)
     draw = torch.Generator().manual_seed(packing.bits)
     words = torch.randint(-(1 << 31), 1 << 31, (rows, packing.words(inputs)), generator=draw).to(torch.int32)
     scales = (torch.randn(rows, packing.groups(inputs), generator=draw) * 0.02).bfloat16()

@@ -12,9 +12,9 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, unpack
-from mycli.runtime.quantization.scheme import SCALE_UNITS, SUPER_BLOCK, ActivationBits, Codes
-from mycli.runtime.quantization.super_blocks import scale_codes
-from tests.support.packed_weights import code_bits, super_block_weight
+from mycli.runtime.quantization.scale_codes import scale_codes
+from mycli.runtime.quantization.scheme import SCALE_UNITS, SUPER_BLOCK, ActivationBits, ByteScales, Codes
+from tests.support.packed_weights import byte_scale_weight, code_bits, super_block_weight
 
 KINDS = ((2, 16, True), (3, 16, False), (4, 32, True), (5, 32, True), (6, 16, False))  # of ggml's K-quants
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 
 def whole(weight: PackedWeight) -> PackedWeight:
-    return replace(weight, factors=None, packing=replace(weight.packing, super_blocks=False))
+    return replace(weight, factors=None, packing=replace(weight.packing, byte_scales=None))
 
 
 def as_float(number: Fraction) -> Fraction:
@@ -111,7 +111,7 @@ def test_the_largest_sums_fit(library: Native, bits: int, group: int, offsets: b
 def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int, offsets: bool) -> None:
     weight = super_block_weight(bits, (64, 512), group, offsets=offsets)
     assert CpuMatmul(library, weight).nbytes == weight.packing.bytes(64, 512)
-    on_gpu = replace(weight.packing.on_gpu() or weight.packing, bits=bits, super_blocks=False)
+    on_gpu = replace(weight.packing.on_gpu() or weight.packing, bits=bits, byte_scales=None)
     assert on_gpu.bytes(64, 512, 4) == whole(weight).nbytes
 
 
@@ -132,6 +132,34 @@ def test_a_table_with_super_blocks_has_the_bits_of_its_scales(
     for rows in (1, 2, 4, 5, 6, 13, 40, 140):
         assert torch.equal(nested(x[:rows].bfloat16()), plain(x[:rows].bfloat16())), rows
         assert torch.equal(nested(x[:rows]), plain(x[:rows])), rows
+
+
+@pytest.mark.parametrize("activations", [16, 8])
+@pytest.mark.parametrize("kind, group", [("e4m3", 16), ("e4m3", 32), ("e8m0", 32)], ids=str)
+def test_scales_of_nvfp4_and_mxfp4_are_bytes(
+    library: Native, kind: ByteScales, group: int, activations: ActivationBits
+) -> None:
+    """The bits are those of the same scales in fp32, for partial row blocks and few, some and many rows."""
+    weight = byte_scale_weight(kind, (85, 768), group, factor=1 / torch.tensor(1234.567, dtype=torch.float64))
+    weight = replace(weight, packing=replace(weight.packing, activations=activations))
+    held, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
+    assert torch.equal(held.dequantize(), dequantize(weight))
+    x = torch.randn(140, 768, generator=torch.Generator().manual_seed(1))
+    for rows in (1, 2, 4, 5, 6, 13, 40, 140):
+        assert torch.equal(held(x[:rows].bfloat16()), plain(x[:rows].bfloat16())), rows
+        assert torch.equal(held(x[:rows]), plain(x[:rows])), rows
+    counted = byte_scale_weight(kind, (96, 768), group)
+    assert CpuMatmul(library, counted).nbytes == counted.packing.bytes(96, 768) < whole(counted).nbytes
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e8m0"])
+def test_scales_that_have_no_byte_are_held_whole(library: Native, kind: ByteScales) -> None:
+    """Half of the smallest power of two has no exponent of E8M0, and a sign no place."""
+    weight, x = byte_scale_weight(kind, (32, 256), 32), torch.randn(3, 256).bfloat16()
+    for value in (2.0**-126 if kind == "e8m0" else 1.5, -1.0):
+        weight.scales[3, 2] = value
+        assert torch.equal(CpuMatmul(library, weight)(x), CpuMatmul(library, whole(weight))(x))
+        assert torch.equal(CpuMatmul(library, weight).dequantize(), dequantize(weight))
 
 
 def test_scales_that_factors_do_not_give_are_held_whole(library: Native) -> None:

@@ -254,7 +254,7 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
 @pytest.mark.parametrize("codes, bits, group", [("iq4", 4, 32), ("iq3_s", 4, 32), ("iq2", 3, 16)])
 def test_a_gpu_holds_tables_of_integers_in_half_bytes(codes: Codes, bits: int, group: int) -> None:
     """IQ4_XS takes 5 bits a weight there and IQ2_XS 6, scales of 32 bits among them; as int8 it was 9 and 10."""
-    table = Packing(bits, group, codes=codes, scale_dtype="float32", super_blocks=True)
+    table = Packing(bits, group, codes=codes, scale_dtype="float32", byte_scales="super_blocks")
     found = plan("Llama-3.1-8B", table, gpu=True)
     four = plan("Llama-3.1-8B", Packing(4, group, scale_dtype="float32"), gpu=True)
     assert estimate(found).weights == estimate(four).weights
@@ -265,7 +265,7 @@ def test_a_gpu_holds_tables_of_integers_in_half_bytes(codes: Codes, bits: int, g
 def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets: bool) -> None:
     """The scales take a word each, next to codes in bytes or half bytes."""
     whole = Packing(bits, group, offsets=offsets, scale_dtype="float32")
-    kept, plain = (plan("Llama-3.1-8B", replace(whole, super_blocks=one)) for one in (True, False))
+    kept, plain = (plan("Llama-3.1-8B", replace(whole, byte_scales=one)) for one in ("super_blocks", None))
     assert estimate(replace(kept, gpu=True)).weights == estimate(replace(plain, gpu=True)).weights
     assert estimate(kept).weights < estimate(plain).weights
 

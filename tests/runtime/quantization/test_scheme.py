@@ -38,9 +38,9 @@ def test_what_quantizing_does_not_write_is_no_scheme(name: str) -> None:
         parse_packing(name)
 
 
-Q4_K = Packing(4, 32, "gguf", offsets=True, scale_dtype="float32", super_blocks=True)
-Q6_K = Packing(6, 16, "gguf", scale_dtype="float32", super_blocks=True)
-IQ4_XS = Packing(4, 32, "gguf", codes="iq4", scale_dtype="float32", super_blocks=True)
+Q4_K = Packing(4, 32, "gguf", offsets=True, scale_dtype="float32", byte_scales="super_blocks")
+Q6_K = Packing(6, 16, "gguf", scale_dtype="float32", byte_scales="super_blocks")
+IQ4_XS = Packing(4, 32, "gguf", codes="iq4", scale_dtype="float32", byte_scales="super_blocks")
 
 
 @pytest.mark.parametrize(

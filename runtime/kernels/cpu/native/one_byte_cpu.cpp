@@ -285,7 +285,7 @@ private:
             const int64_t bytes = std::max<int64_t>(1, OneBytePanel::INPUTS_HELD / w.group) * ROWS * size;
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i);
         };
-        values(w.scales, w.factors ? 1 : w.scale_type == F32 ? 4 : 2);
+        values(w.scales, w.scale_type >= I8 ? 1 : w.scale_type == F32 ? 4 : 2);
         if (w.offsets) values(w.offsets, w.factors ? 1 : 4);
     }
 };

@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, pack_rows
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, READABLE_NAMES, TYPES, TYPES_BY_NAME, GgmlType
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import dequantize
-from mycli.runtime.quantization.super_blocks import scale_codes
+from mycli.runtime.quantization.scale_codes import scale_codes
 
 
 # Types of llama.cpp that the gguf library may not decode, with the loops of ggml-quants.c for one block.
@@ -153,7 +153,8 @@ def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
 def test_scales_of_super_blocks_are_whole_numbers_of_their_factors(kind: GgmlType) -> None:
     """The memory estimate assumes it: other scales would be stored in full."""
     actual = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
-    assert (scale_codes(actual) is not None) is kind.super_blocks is actual.packing.super_blocks
+    assert (scale_codes(actual) is not None) is (kind.byte_scales is not None)
+    assert actual.packing.byte_scales == kind.byte_scales
 
 
 def test_a_level_that_the_type_has_not_is_an_error() -> None:

@@ -154,7 +154,7 @@ constexpr int64_t FEW = 0, BYTE_FEW = 0, BYTE_CODES_FEW = 0;
 #endif
 inline int64_t few_limit(const Weight& w) {
     if (w.activations == 8) return w.bits == 8 ? BYTE_CODES_FEW : BYTE_FEW;
-    return ZEN5 && (w.bits > 4 || w.factors) ? 24 : FEW;
+    return ZEN5 && (w.bits > 4 || w.scale_type == I8) ? 24 : FEW;
 }
 constexpr int64_t EXPERT_ROWS = 16;  // of an expert that is multiplied together with others: threads share row blocks, not rows
 constexpr int64_t ROWS_FOR_EACH = 4;  // up to this many rows, each thread converts all rows itself

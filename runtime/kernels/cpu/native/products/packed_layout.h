@@ -50,7 +50,7 @@ struct Weight {  // mirrored by build.py
     const uint8_t* codes;
     const void* scales;
     const void* offsets;  // or null
-    const uint16_t* factors;  // or null; if present, scales and offsets are I8
+    const void* factors;  // or null; F16 of super-blocks, whose scales and offsets are I8, or F32 pairs of rows, whose scales are E4M3
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
     int32_t kind;  // of the codes: `bits` of integers, or a table (`scales` of E2M1 are halved)
@@ -60,7 +60,7 @@ struct Weight {  // mirrored by build.py
 
 namespace {
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4, E8M0 = 5 };  // the last two: of scales that are not negative
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
 constexpr int64_t SUPER_BLOCK = 256;  // inputs that share a factor of their scales
@@ -181,7 +181,20 @@ inline Floats spread_lanes(float x) {
 #endif
 }
 
-// The fp32 vector of numbers of `type` from index `index`.
+// A number of `type`; of E4M3, that divided by 2^8: its bits are those of an fp16.
+inline float widen_one(const void* from, int64_t index, int32_t type) {
+    if (type >= I8) {
+        const uint8_t byte = static_cast<const uint8_t*>(from)[index];
+        const uint32_t word = uint32_t(byte) << 23;
+        float power;
+        memcpy(&power, &word, 4);
+        return type == I8 ? float(int8_t(byte)) : type == E8M0 ? power : from_f16(uint16_t(byte << 7));
+    }
+    const uint16_t half = static_cast<const uint16_t*>(from)[index];
+    return type == BF16 ? from_bf16(half) : from_f16(half);
+}
+
+// The fp32 vector of such numbers from index `index`.
 inline Floats widen(const void* from, int64_t index, int32_t type) {
     const auto* byte = static_cast<const int8_t*>(from) + index;
     const auto* half = static_cast<const uint16_t*>(from) + index;
@@ -190,19 +203,26 @@ inline Floats widen(const void* from, int64_t index, int32_t type) {
     const auto words = [&] { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half)); };
     if (type == I8) return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(byte))));
     if (type == BF16) return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words()), 16);
-    return (Floats)_mm512_cvtph_ps(words());
+    if (type == F16) return (Floats)_mm512_cvtph_ps(words());
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(byte));
+    if (type == E4M3) return (Floats)_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
 #elif VECTOR == 32 && defined(__F16C__)
     const auto words = [&] { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(half)); };
     if (type == I8) return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(byte))));
     if (type == BF16) return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(words()), 16);
-    return (Floats)_mm256_cvtph_ps(words());
+    if (type == F16) return (Floats)_mm256_cvtph_ps(words());
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(byte));
+    if (type == E4M3) return (Floats)_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
 #elif defined(__aarch64__)
     if (type == I8) return Floats{float(byte[0]), float(byte[1]), float(byte[2]), float(byte[3])};
     if (type == BF16) return (Floats)vshlq_n_u32(vmovl_u16(vld1_u16(half)), 16);
-    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half)));
+    if (type == F16) return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half)));
+    return Floats{widen_one(byte, 0, type), widen_one(byte, 1, type), widen_one(byte, 2, type), widen_one(byte, 3, type)};
 #else
     Floats to;
-    for (int j = 0; j < LANES; j++) to[j] = type == I8 ? float(byte[j]) : type == BF16 ? from_bf16(half[j]) : from_f16(half[j]);
+    for (int j = 0; j < LANES; j++) to[j] = widen_one(from, index + j, type);
     return to;
 #endif
 }

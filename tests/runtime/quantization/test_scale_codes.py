@@ -1,14 +1,16 @@
 """Test conversion of super-block scales to integers: the original ones, or None."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.quantization.super_blocks import scale_codes
-from tests.support.packed_weights import super_block_weight
+from mycli.runtime.quantization.scale_codes import scale_codes
+from mycli.runtime.quantization.scheme import ByteScales
+from tests.support.packed_weights import byte_scale_weight, super_block_weight
 
 
 @given(
@@ -50,3 +52,26 @@ def test_a_number_that_is_no_multiple_has_no_codes(place: str) -> None:
     values[3, 2] *= 1.001
     assert scale_codes(replace(weight, **{place: values})) is None
     assert scale_codes(replace(weight, factors=None)) is None
+
+
+@given(size=st.floats(2.0**-20, 1000), divided=st.booleans(), seed=st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_codes_of_e4m3_give_the_scales(size: float, divided: bool, seed: int) -> None:
+    """ModelOpt multiplies by a factor in fp32, compressed-tensors divides by one: both in one rounding."""
+    stored = torch.tensor(size).double()
+    weight = byte_scale_weight("e4m3", (9, 512), 16, factor=1 / stored if divided else stored, seed=seed)
+    codes = scale_codes(weight)
+    assert codes is not None and codes.factors is not None and codes.offsets is None
+    numbers = codes.scales.float()
+    assert torch.equal(numbers / stored.float() if divided else numbers * stored.float(), weight.scales)
+    exact = [Fraction(number) * sum(map(Fraction, codes.factors[0, 0].tolist())) for number in numbers[0].tolist()]
+    assert [torch.tensor(float(one), dtype=torch.float64).float().item() for one in exact] == weight.scales[0].tolist()
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.3, float("nan")], ids=str)
+@pytest.mark.parametrize("kind", ["e4m3", "e8m0"])
+def test_a_number_that_no_byte_gives_has_no_codes(kind: ByteScales, value: float) -> None:
+    weight = byte_scale_weight(kind, (8, 256), 32)
+    assert scale_codes(weight) is not None
+    weight.scales[3, 2] = value
+    assert scale_codes(weight) is None
