@@ -28,6 +28,7 @@ from mycli.runtime.models import families
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.open import draft_folder
+from mycli.runtime.quantization.scale_codes import scale_codes
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, EMBEDDING
@@ -211,6 +212,7 @@ def test_scales_next_to_nvfp4_weights_are_multiplied(tmp_path: Path) -> None:
     for name, values in expected.items():
         torch.testing.assert_close(checkpoint.read(name), values)
         torch.testing.assert_close(exact_values(weights.packed(name)), values)
+        assert scale_codes(weights.packed(name)) is not None, "a byte each, as estimates count"
     assert not expected.keys() & weights.blocks(written_architecture(folder.config)).keys()  # not copied without them
 
 

@@ -85,7 +85,7 @@ template <int B, int M, int N, int STEPS> __attribute__((noinline)) void rows_by
     const int64_t segment = cut_of(w).segment, steps = STEPS == FOURS ? segment / INPUTS : 1;
     CodeStreams<B, N> codes(w, row_block);
     Totals<M, N> total;
-    SpanScales<N> scales(w, row_block, segment, codes.groups);
+    SpanScales<B, N> scales(w, row_block, segment, codes.groups);
     for (int64_t input = 0, s = 0; input < w.inputs; input += steps * INPUTS, codes.skip(steps))
 #pragma GCC unroll 2
         for (int first = 0; first < FOURS; first += STEPS, s++) {

@@ -58,7 +58,7 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
     const int64_t runs = byte_cut_of(w).span / BYTE_SEGMENT;  // segments of a span, if they are blocks
     CodeStreams<B, N> codes(w, row_block);
     Floats total[PARTS][M][N] = {};
-    SpanScales<N> scales(w, row_block, byte_cut_of(w).span, codes.groups);
+    SpanScales<B, N> scales(w, row_block, byte_cut_of(w).span, codes.groups);
     const auto add = [&](int part, int64_t place, const Floats (&span)[M][N]) __attribute__((always_inline)) {
 #pragma GCC unroll 9
         for (int m = 0; m < M; m++)

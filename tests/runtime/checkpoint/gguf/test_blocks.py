@@ -149,12 +149,12 @@ def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
     assert torch.equal(dequantize(stored), dequantize(actual))
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind.codes != "e2m1"], ids=lambda kind: kind.name)
 def test_scales_of_super_blocks_are_whole_numbers_of_their_factors(kind: GgmlType) -> None:
     """The memory estimate assumes it: other scales would be stored in full."""
     actual = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
-    assert (scale_codes(actual) is not None) is (kind.byte_scales is not None)
     assert actual.packing.byte_scales == kind.byte_scales
+    assert (scale_codes(actual) is None) is (kind.byte_scales is None)
 
 
 def test_a_level_that_the_type_has_not_is_an_error() -> None:

@@ -77,12 +77,13 @@ template <int B, int N> struct CodeStreams {
 };
 
 // Scales and offsets of the spans of N row blocks side by side, in order.
-template <int N> struct SpanScales {
+template <int B, int N> struct SpanScales {
     const Weight& w;
     const int64_t row_block, spans, apart;  // spans in a group; groups from a row block to the next
     int64_t at, left;  // index of the group, and its spans that are left
     GroupScales now[N];
-    Factors factors[N];
+    typedef std::conditional_t<B == E2M1, RowFactors, Factors> FactorsOf;
+    FactorsOf factors[N];
 
     SpanScales(const Weight& w, int64_t row_block, int64_t span, int64_t apart)
         : w(w), row_block(row_block), spans(w.group / span), apart(apart), at(row_block * (w.inputs / w.group)), left(spans) {
@@ -99,7 +100,7 @@ private:
     inline __attribute__((always_inline)) void read(int64_t input) {
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) {
-            if (w.factors && input % SUPER_BLOCK == 0) factors[n] = Factors(w, row_block + (apart ? n : 0), input);
+            if (w.factors && input % SUPER_BLOCK == 0) factors[n] = FactorsOf(w, row_block + (apart ? n : 0), input);
             now[n] = w.factors ? GroupScales(w, at + n * apart, factors[n]) : GroupScales(w, at + n * apart);
         }
     }

@@ -48,20 +48,33 @@ inline Cut byte_cut_of(const Weight& w) {
 // The cut of bf16 activations for the precision that they have with this weight.
 inline Cut row_cut_of(const Weight& w) { return w.activations == 8 ? byte_cut_of(w) : cut_of(w); }
 
-// The factors of scales and offsets of the rows of a block in a super-block; of E4M3 scales, the same in all of a row, the sum of
-// both is the factor, which has more bits than an fp32.
+// The factors of scales and offsets of the rows of a block in a super-block.
 struct Factors {
     Floats scale[PARTS], offset[PARTS];
 
     Factors() = default;
     Factors(const Weight& w, int64_t row_block, int64_t input) {
-        const bool rows = w.scale_type == E4M3, both = rows || w.offsets;
-        const int32_t type = rows ? F32 : F16;
-        const int64_t place = rows ? row_block : row_block * (w.inputs / SUPER_BLOCK) + input / SUPER_BLOCK, at = place * (1 + both) * ROWS;
+        const auto* from = static_cast<const uint16_t*>(w.factors);
+        from += (row_block * (w.inputs / SUPER_BLOCK) + input / SUPER_BLOCK) * (w.offsets ? 2 : 1) * ROWS;
 #pragma GCC unroll 4
-        for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
-            scale[part] = widen(w.factors, at + j, type) * w.unit;
-            offset[part] = both ? widen(w.factors, at + ROWS + j, type) * w.unit : Floats{};
+        for (int part = 0; part < PARTS; part++) {
+            scale[part] = widen(from, part * LANES, F16) * w.unit;
+            offset[part] = w.offsets ? widen(from + ROWS, part * LANES, F16) : Floats{};
+        }
+    }
+};
+
+// The factors of the E4M3 scales of the rows of a block: each is the sum of two, because it may be the inverse of an fp32.
+struct RowFactors {
+    Floats high[PARTS], low[PARTS];
+
+    RowFactors() = default;
+    RowFactors(const Weight& w, int64_t row_block, int64_t) {
+        const auto* from = static_cast<const float*>(w.factors) + row_block * 2 * ROWS;
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++) {
+            high[part] = widen(from, part * LANES, F32) * w.unit;
+            low[part] = widen(from + ROWS, part * LANES, F32) * w.unit;
         }
     }
 };
@@ -79,18 +92,9 @@ struct GroupScales {
         }
     }
 
-    // With factors. In super-blocks with offsets, levels count from zero and codes from half their range: 2^(bits-1) scales are part
+    // With super-blocks. With offsets, levels count from zero there and codes from half their range: 2^(bits-1) scales are part
     // of the offset. Products of a byte and an fp16 are exact in fp32, so each is rounded once, as in the reference.
     GroupScales(const Weight& w, int64_t at, const Factors& factors) {
-        if (w.scale_type == E4M3) {
-#pragma GCC unroll 4
-            for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
-                const Floats number = widen(w.scales, at * ROWS + j, E4M3);
-                scale[part] = fused(number, factors.scale[part], number * factors.offset[part]);
-                offset[part] = Floats{};
-            }
-            return;
-        }
         const Floats half = spread_lanes(float(1 << (w.bits - 1)));
 #pragma GCC unroll 4
         for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
@@ -98,11 +102,22 @@ struct GroupScales {
             offset[part] = w.offsets ? fused(widen(w.offsets, at * ROWS + j, I8), factors.offset[part], half * scale[part]) : Floats{};
         }
     }
+
+    // With E4M3 scales: the product with the sum of both factors, rounded once.
+    GroupScales(const Weight& w, int64_t at, const RowFactors& factors) {
+#pragma GCC unroll 4
+        for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
+            const Floats number = widen(w.scales, at * ROWS + j, E4M3);
+            scale[part] = fused(number, factors.high[part], number * factors.low[part]);
+            offset[part] = Floats{};
+        }
+    }
 };
 
 // Scale and offset at `input` of a row block, of any weight.
 inline GroupScales scales_at(const Weight& w, int64_t row_block, int64_t input) {
     const int64_t at = row_block * (w.inputs / w.group) + input / w.group;
+    if (w.scale_type == E4M3) return GroupScales(w, at, RowFactors(w, row_block, input));
     return w.factors ? GroupScales(w, at, Factors(w, row_block, input)) : GroupScales(w, at);
 }
 
