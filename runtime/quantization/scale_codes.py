@@ -14,6 +14,7 @@ from mycli.runtime.quantization.scheme import INTEGER_TABLES, SCALE_UNITS, SUPER
 _GROUPS = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16}  # bits -> group size of K-quants
 _TABLE_GROUPS = (16, 32)
 _MAX_SCALE_CODE = 63  # with offsets; integer products rely on it
+_PART_ROWS = 256  # converted at a time, since fp64 takes memory
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,15 @@ def _integers(values: Tensor, factors: Tensor) -> Tensor:
 def _e4m3(weight: PackedWeight) -> ScaleCodes | None:
     if weight.factors is None:
         return None
-    high, low = weight.factors.unbind(2)
-    codes = (weight.scales / high).to(torch.float8_e4m3fn)
-    numbers = codes.float()
-    scales = (numbers.double() * high + (numbers * low)).float()  # a multiplication and an addition in one rounding
-    exact = torch.equal(scales, weight.scales) and not bool(torch.signbit(scales).any())
-    return ScaleCodes(codes, None, weight.factors) if exact else None
+    codes = torch.empty_like(weight.scales, dtype=torch.float8_e4m3fn)
+    for start in range(0, len(codes), _PART_ROWS):
+        rows = slice(start, start + _PART_ROWS)
+        wanted, (high, low) = weight.scales[rows], weight.factors[rows].unbind(2)
+        numbers = codes[rows].copy_(wanted / high).float()
+        scales = (numbers.double() * high + numbers * low).float()  # a multiplication and an addition in one rounding
+        if not torch.equal(scales, wanted) or bool(torch.signbit(wanted).any()):
+            return None
+    return ScaleCodes(codes, None, weight.factors)
 
 
 def _e8m0(weight: PackedWeight) -> ScaleCodes | None:
