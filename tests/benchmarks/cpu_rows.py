@@ -1,7 +1,8 @@
 """Measures CPU matrix products over the number of rows, for every supported instruction set, and compares with torch.
 
-    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--gguf Q4_K] [--dense]
-        [--activations 16|8|both] [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
+    PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--gguf Q4_K]
+        [--wide-scales] [--dense] [--activations 16|8|both] [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2]
+        [--repeats 8]
 
 A column is an instruction set and an activation width. Prints 10^9 operations per second (two per weight and row), the
 best of `--repeats` calls; the sets alternate within each repeat, so that load from other processes affects all of them.
@@ -28,10 +29,10 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import INTEGER_TABLES, SCALE_UNITS, ActivationBits, Codes, Packing, parse_packing
-from tests.support.packed_weights import code_bits, super_block_weight
+from tests.support.packed_weights import byte_scale_weight, code_bits, super_block_weight
 
 ACTIVATION_BITS: tuple[ActivationBits, ...] = (16, 8)
-TYPES = {kind.name: kind for kind in QUANTIZED if kind.byte_scales == "super_blocks"}
+TYPES = {kind.name: kind for kind in QUANTIZED if kind.byte_scales is not None}
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 96, 128, 256, 512)
 
 Product = Callable[[Tensor], Tensor]
@@ -53,14 +54,20 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     return CpuMatmul(library, weight) if native else TableMatmul(library, weight)
 
 
-def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int) -> Product:
-    """Return a product with random codes of the GGUF type `name`; its scales are integer multiples of factors."""
-    kind = TYPES[name]
-    shape = outputs, inputs
-    weight = super_block_weight(kind.bits, shape, kind.group, offsets=kind.minimum, seed=seed)
+def of_gguf_type(
+    library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int, *, wide: bool = False
+) -> Product:
+    """Return a product with random codes of the GGUF type `name`; wide: its scales are numbers, not bytes."""
+    kind, shape = TYPES[name], (outputs, inputs)
+    if kind.codes == "e2m1" and kind.byte_scales is not None:
+        weight = byte_scale_weight(kind.byte_scales, shape, kind.group, seed=seed)
+    else:
+        weight = super_block_weight(kind.bits, shape, kind.group, offsets=kind.minimum, seed=seed)
+        weight = replace(weight, scales=weight.scales * SCALE_UNITS.get(kind.codes, 1.0))
     packing = replace(weight.packing, activations=bits, codes=kind.codes)
-    scales = weight.scales * SCALE_UNITS.get(kind.codes, 1.0)
-    return CpuMatmul(library, replace(weight, packing=packing, scales=scales))
+    if wide:
+        weight, packing = replace(weight, factors=None), replace(packing, byte_scales=None)
+    return CpuMatmul(library, replace(weight, packing=packing))
 
 
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
@@ -78,7 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packing", type=parse_packing, default=Packing(4, 128))
     parser.add_argument("--codes", choices=get_args(Codes), default="int", help="other than integers, in those groups")
-    parser.add_argument("--gguf", choices=sorted(TYPES), help="of super-blocks, in those groups")
+    parser.add_argument("--gguf", choices=sorted(TYPES), help="with scales of a byte, in its groups")
+    parser.add_argument("--wide-scales", action="store_true", help="those of --gguf in 16 or 32 bits")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--activations", choices=("16", "8", "both"), default="both", help="bits, with packed weights")
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(8192, 2048))
@@ -101,7 +109,7 @@ def main() -> None:
         bits: list[ActivationBits] = [each for each in ACTIVATION_BITS if given.activations in (str(each), "both")]
         products = {
             f"{name}/{each}": [
-                super_blocks(one, given.gguf, each, outputs, inputs, seed)
+                of_gguf_type(one, given.gguf, each, outputs, inputs, seed, wide=given.wide_scales)
                 if given.gguf
                 else packed(one, replace(packing, activations=each), outputs, inputs, seed)
                 for seed in range(2)

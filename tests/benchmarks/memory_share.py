@@ -19,7 +19,7 @@ from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.kernels.cpu.library.build import cache_folder
 from mycli.runtime.quantization.scheme import parse_packing
 from mycli.runtime.utils.memory import huge_empty
-from tests.benchmarks.cpu_rows import libraries, packed, super_blocks
+from tests.benchmarks.cpu_rows import libraries, of_gguf_type, packed
 from tests.support.waiting_threads import wait_as_the_command_does
 
 PACKINGS = "int2-g128,int2-g64,int2-g32,int3-g128,int4-g128"
@@ -53,7 +53,7 @@ def main() -> None:
                     packing = replace(parse_packing(name), activations=bits)
                     products.append(packed(library, packing, outputs, inputs, len(products) % 2))
                 else:
-                    products.append(super_blocks(library, name, bits, outputs, inputs, len(products) % 2))
+                    products.append(of_gguf_type(library, name, bits, outputs, inputs, len(products) % 2))
                 nbytes += products[-1].nbytes
             for rows in map(int, given.rows.split(",")):
                 x = torch.randn(rows, inputs).bfloat16()
