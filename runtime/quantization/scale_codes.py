@@ -71,10 +71,10 @@ def _e4m3(weight: PackedWeight) -> ScaleCodes | None:
     codes = torch.empty_like(weight.scales, dtype=torch.float8_e4m3fn)
     for start in range(0, len(codes), _PART_ROWS):
         rows = slice(start, start + _PART_ROWS)
-        wanted, (high, low) = weight.scales[rows], weight.factors[rows].unbind(2)
-        numbers = codes[rows].copy_(wanted / high).float()
+        stored, (high, low) = weight.scales[rows], weight.factors[rows].unbind(2)
+        numbers = codes[rows].copy_(stored / high).float()
         scales = (numbers.double() * high + numbers * low).float()  # a multiplication and an addition in one rounding
-        if not torch.equal(scales, wanted) or bool(torch.signbit(wanted).any()):
+        if not torch.equal(scales, stored) or bool(torch.signbit(stored).any()):
             return None
     return ScaleCodes(codes, None, weight.factors)
 
