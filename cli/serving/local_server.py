@@ -23,7 +23,7 @@ def listed(call: Call, server: RunningServer) -> Iterator[None]:
     folder = state_dir() / "servers"
     with announced(folder, server) as problem:
         if problem:
-            call.out.warn(f"{folder}: {problem}: mycli ps and mycli stop do not list this server")
+            call.out.warn(f"{folder}: {problem}: this server is listed by neither mycli ps nor mycli stop")
         yield
 
 
