@@ -106,4 +106,4 @@ class RequestState:
 
         self.scored = end
         rows = logits[first - 1 - part.start : end - 1 - part.start, : self.sampler.vocab_size]
-        return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))
+        return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0, ranked=True))

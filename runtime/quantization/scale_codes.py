@@ -80,6 +80,8 @@ def _e4m3(weight: PackedWeight) -> ScaleCodes | None:
 
 
 def _e8m0(weight: PackedWeight) -> ScaleCodes | None:
-    words = weight.scales.float().view(torch.int32)  # a power of two has no bit but those of its exponent
-    codes = (words >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return ScaleCodes(codes, None, None) if torch.equal(words, words & 0x7F800000) else None
+    # Powers of two have only the bits of their exponent in fp32, but 2^-127, the scale of groups of zeros.
+    words = weight.scales.float().view(torch.int32)
+    exponents = words >> 23
+    exact = torch.equal(torch.where(exponents == 0, 1 << 22, exponents << 23), words) and bool((words > 0).all())
+    return ScaleCodes(exponents.to(torch.uint8).view(torch.float8_e8m0fnu), None, None) if exact else None

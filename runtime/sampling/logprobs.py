@@ -37,12 +37,13 @@ class LogprobRecorder:
         self.entries += token_logprobs(logits, tokens, self._top)
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int, *, ranked: bool = False) -> list[TokenLogprob]:
     """Return the logprobs of one token per row of logits fp32 [rows, vocab], with the `top` most likely."""
     logs = logits.log_softmax(dim=-1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
     chosen = logs.gather(1, index)
-    drawn, ranks = chosen[:, 0].tolist(), ((logs > chosen).sum(dim=-1) + 1).tolist()
+    drawn = chosen[:, 0].tolist()
+    ranks = ((logs > chosen).sum(dim=-1) + 1).tolist() if ranked else [None] * len(drawn)
     best = logs.topk(min(top, logs.shape[-1]), dim=-1)
     values, indices = best.values.tolist(), best.indices.tolist()
     return [

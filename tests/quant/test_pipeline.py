@@ -285,7 +285,7 @@ def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, r
 
 
 def test_notes_name_the_layers_that_they_are_about() -> None:
-    """Of few tokens the first three; inputs without a value in the layer with the most of them."""
+    """The first three of layers with too few tokens, and the layer with the most unused inputs."""
     few = [record.Layer(f"few.{number}", "int4", 0.1, fallback=TOO_FEW_TOKENS) for number in range(4)]
     other = [record.Layer("other", "int4", 0.1, fallback="another reason")]
     dead = [record.Layer(f"dead.{count}", "int4", 0.1, dead_columns=count) for count in (0, 2, 7, 5)]

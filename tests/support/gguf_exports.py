@@ -1,10 +1,20 @@
 """Random models of every family that is exported to GGUF, in shapes that llama.cpp takes."""
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import transformers
+
+from mycli.quant.export import ExportRequest
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.registry import parse_config
+from mycli.runtime.utils.json_fields import Fields
 from tests.support.families import CASES, make
+from tests.support.family_parts import SMALL
 from tests.support.multimodal_families import make_folder
 from tests.support.paths import PICO
 
@@ -224,3 +234,17 @@ def make_exported(folder: Path, name: str, **more: Any) -> None:
         make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {}), **more})
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / file, folder / file)
+
+
+def export_request(name: str, folder: Path, variant: str) -> ExportRequest:
+    make_exported(folder / "hf", name)
+    original = open_model_folder(folder / "hf")
+    return ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", variant, requantize=True)
+
+
+def exported_config(name: str, changes: dict[str, Any]) -> ModelConfig:
+    model_type, case = CASES[name]
+    fields = {**SMALL, **case, "vocab_size": 4096, **CHANGES.get(name, {}), **changes}
+    return parse_config(
+        Fields(transformers.AutoConfig.for_model(model_type, **deepcopy(fields)).to_dict(), "config.json")
+    )

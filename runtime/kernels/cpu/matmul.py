@@ -78,11 +78,11 @@ class _Scales:
 
     @classmethod
     def of(cls, weight: PackedWeight) -> "_Scales":
-        if weight.packing.codes == "e2m1":  # the kernel multiplies by twice the value of a code, which is an integer
-            weight = _halved(weight)
-        codes = scale_codes(weight)
+        # The kernel multiplies by twice the value of an E2M1 code, which is an integer; it halves powers of two itself.
+        halved = _halved(weight) if weight.packing.codes == "e2m1" else weight
+        codes = scale_codes(weight if weight.packing.byte_scales == "e8m0" else halved)
         if codes is None:
-            scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+            scales = halved.scales if halved.scales.dtype in STORED_TYPES else halved.scales.float()
             return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
         factors = None
         if codes.factors is not None:

@@ -275,7 +275,7 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
 
 
 def test_a_model_that_fits_only_in_parts_needs_a_split_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two GPUs each holds its part, to the byte; three cannot share the heads."""
+    """Two GPUs each hold their part, to the byte; the heads cannot be divided among three."""
     parts = {ranks: answer(capsys, "pico", "--gpu", "24GiB", "--tp", str(ranks)) for ranks in (2, 3)}
     each = {ranks: found["tensor_parallel"]["bytes_each"] for ranks, found in parts.items()}
     total = parts[2]["bytes"]["total"]

@@ -1,7 +1,6 @@
 """Check that every family that is exported to GGUF is read back as the same model."""
 
 import pkgutil
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.export._weights import Weights, exact_values
-from mycli.quant.ggml.file import gguf_place, require_loadable
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.gguf.architectures import architectures, written_architecture
-from mycli.runtime.checkpoint.gguf.rope import position_sections
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import MTP
@@ -25,19 +21,19 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models import families
-from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.registry import parse_config
 from mycli.runtime.open import draft_folder
 from mycli.runtime.quantization.scale_codes import scale_codes
-from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, EMBEDDING
-from tests.support.family_parts import SMALL
-from tests.support.gguf_exports import CHANGES as GGUF_CHANGES
-from tests.support.gguf_exports import MULTIMODAL_NAMES, NAMES, READ_ALONE, make_exported
+from tests.support.gguf_exports import (
+    MULTIMODAL_NAMES,
+    NAMES,
+    READ_ALONE,
+    export_request,
+    exported_config,
+)
 from tests.support.gguf_files import rewrite
 from tests.support.models import CPU
-from tests.support.more_expert_families import BY_LAYER_TYPE
 
 pytestmark = pytest.mark.usefixtures("quick_configs")
 
@@ -61,12 +57,6 @@ QUICK = (
 )
 
 
-def _request(name: str, folder: Path, variant: str) -> ExportRequest:
-    make_exported(folder / "hf", name)
-    original = open_model_folder(folder / "hf")
-    return ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", variant, requantize=True)
-
-
 # llama.cpp b11434 has no architecture for them, or, as for nemotron-nas (deci), baichuan, PanguEmbedded and
 # muse_glimmer_text, files are read alone.
 WITHOUT_ARCHITECTURE = {
@@ -80,7 +70,7 @@ def test_families_without_an_architecture_are_refused() -> None:
     names = {module.name for module in pkgutil.iter_modules(families.__path__)}
     assert names - set(WRITTEN) == WITHOUT_ARCHITECTURE | EMBEDDING
     with pytest.raises(ModelError, match="'helium' cannot be written as GGUF: no architecture is written"):
-        written_architecture(_config("helium-mha", {}))
+        written_architecture(exported_config("helium-mha", {}))
 
 
 def test_every_written_family_has_a_case() -> None:
@@ -93,7 +83,7 @@ def test_every_written_family_has_a_case() -> None:
 )
 def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     packed = name in CASES and CASES[name][0] == "gpt_oss"
-    request = _request(name, tmp_path, "" if packed else "f32")
+    request = export_request(name, tmp_path, "" if packed else "f32")
     module, _ = find_export_target("gguf:f32")
     written = open_model_folder(module.export(request, silent).path)
     tokens = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
@@ -115,7 +105,7 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
 
 def test_a_file_of_a_family_with_mtp_heads_has_none(tmp_path: Path) -> None:
     """Its other tensors are not taken for those of a head."""
-    request = _request("qwen3_5-odd-heads-tied", tmp_path, "f32")
+    request = export_request("qwen3_5-odd-heads-tied", tmp_path, "f32")
     file = open_model_folder(find_export_target("gguf:f32")[0].export(request, silent).path)
     assert request.folder.config.mtp is not None and file.mtp_head is None
     with pytest.raises(ModelError, match=r"no multi-token prediction head: its files have no mtp\.\*"):
@@ -126,7 +116,7 @@ def test_a_file_of_a_family_with_mtp_heads_has_none(tmp_path: Path) -> None:
 
 def test_gains_of_head_norms_stay_in_fp32(tmp_path: Path) -> None:
     """llama.cpp multiplies by fp32 only; those of Command R+ are a matrix."""
-    request = _request("cohere-head-norms", tmp_path, "q8_0")
+    request = export_request("cohere-head-norms", tmp_path, "q8_0")
     module, _ = find_export_target("gguf:q8_0")
     reader = gguf.GGUFReader(module.export(request, silent).path)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
@@ -135,7 +125,7 @@ def test_gains_of_head_norms_stay_in_fp32(tmp_path: Path) -> None:
 
 def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:
     """Files of Qwen 3 Next of before 2026 have the rows in Hugging Face's order, as llama.cpp still reads them."""
-    request = _request("qwen3_next-8top3", tmp_path, "f32")
+    request = export_request("qwen3_next-8top3", tmp_path, "f32")
     module, _ = find_export_target("gguf:f32")
     path = module.export(request, silent).path
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -156,7 +146,7 @@ def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:
 
 def test_rows_that_rotate_as_halves_are_read(tmp_path: Path) -> None:
     """The converter writes those of GLM-4.1V so, next to the sections of image positions."""
-    request = _request("glm4-half-turned", tmp_path, "f32")
+    request = export_request("glm4-half-turned", tmp_path, "f32")
     module, _ = find_export_target("gguf:f32")
     path = module.export(request, silent).path
     config = request.folder.config
@@ -188,7 +178,7 @@ def _nvfp4(shape: tuple[int, ...]) -> tuple[Any, gguf.GGMLQuantizationType]:
 
 def test_scales_next_to_nvfp4_weights_are_multiplied(tmp_path: Path) -> None:
     """The converter writes one for a matrix, one per expert for a stack; scales of inputs make no difference here."""
-    request = _request("qwen3_moe-8top2", tmp_path, "f32")
+    request = export_request("qwen3_moe-8top2", tmp_path, "f32")
     module, _ = find_export_target("gguf:f32")
     names = ("blk.0.attn_q", "blk.1.ffn_gate_exps")
     matrices: dict[str, torch.Tensor] = {}
@@ -216,118 +206,9 @@ def test_scales_next_to_nvfp4_weights_are_multiplied(tmp_path: Path) -> None:
     assert not expected.keys() & weights.blocks(written_architecture(folder.config)).keys()  # not copied without them
 
 
-LOSSES = {
-    "llama-rope-dynamic-beyond": "dynamic",
-    "qwen2-tied-window-upper": "window",
-    "smollm3-untied-window": "no such bias",
-    "ernie4_5_moe-every-other-none-shared-untied": "size",
-    "qwen3_next-odd-heads-every-other-unnormalized-tied": "mlp|size|routing",
-    "olmoe-clip-normalized-gqa-tied": "clip",
-    "dots1-window7-tied-biases": "key-value heads",
-    "cohere-gqa-untied-biases": "no tensor",
-    "deepseek_v3-odd-sizes-half-split-biases-tied": "q_lora_rank",
-    "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized": "no tensor for it",
-    "mellum-dense-tied-biases": "no tensor for it",
-    "phi-head-norms-mha-relu2": "no tensor for it",
-    "granitemoe_swa-thetas-tied-biases": "rope",
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_gguf_has_no_key_for_is_refused(name: str, tmp_path: Path) -> None:
-    request = _request(name, tmp_path, "f32")
-    module, _ = find_export_target("gguf:f32")
-    with pytest.raises(ModelError, match=LOSSES[name]):
-        module.export(request, silent)
-    assert not request.target.exists()
-
-
-# A change to a case that llama.cpp would not load, or would compute otherwise, and the cause given.
-UNLOADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen3-output-bias": ("qwen3-qk-norm-hd32", {"attention_bias": True}, "blk.0.attn_output.bias"),
-    "olmo2-output-bias": ("olmo2-gqa4:2", {"attention_bias": True}, "blk.0.attn_output.bias"),
-    "hunyuan-output-bias": ("hunyuan-tied-biases", {"attention_bias": True}, "blk.0.attn_output.bias"),
-    "seed_oss-output-bias": ("seed_oss-biases", {"attention_out_bias": True}, "blk.0.attn_output.bias"),
-    "ernie4_5-biases": ("ernie4_5-tied", {"use_bias": True}, "blk.0.attn_output.bias"),
-    "falcon_h1-output-bias": (
-        "falcon_h1-normed-after-gate-multipliers-biases",
-        {"attention_bias": True},
-        "blk.0.attn_output.bias",
-    ),
-    "lfm2-convolution-biases": ("lfm2-tied", {"conv_bias": True}, "shortconv"),
-    "mamba2-no-convolution-bias": ("mamba2-2-groups", {"use_conv_bias": False}, "bias of the convolution"),
-    "granitehybrid-wide": ("granitemoehybrid-8top3", {"mamba_expand": 3, "mamba_d_head": 48}, "mamba_expand"),
-    "glm-narrow-heads": ("glm-half-turned", {"head_dim": 24}, "add up to hidden_size"),
-    "exaone4-short-window": ("exaone4-window7", {"num_hidden_layers": 4}, "64 layers"),
-    "exaone4-long-without-window": (
-        "exaone4-no-window-tied",
-        {"num_hidden_layers": 64, "layer_types": ["full_attention"] * 64},
-        "64 layers",
-    ),
-    "phi3-window": ("phi3-gqa4:2", {"sliding_window": 16}, "sliding window"),
-    "dots1-grouped-queries": ("dots1-8top2", {"num_key_value_heads": 2}, "key-value heads"),
-    "qwen3_5-wide-values": ("qwen3_5-odd-heads-tied", {"linear_value_head_dim": 40}, "one size"),
-    "gemma4-large-table": ("gemma4-ple-shared-kv-double", {"vocab_size_per_layer_input": 4097}, "at most vocab_size"),
-    "gemma4-shared-kv-otherwise": (
-        "gemma4-ple-shared-kv-double",
-        {"num_kv_shared_layers": 3},
-        "full attention in the last",
-    ),
-    "deepseek_v2-groups": (
-        "deepseek_v2-groups-odd-sizes-biases-tied",
-        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-        "two best experts",
-    ),
-    "mimo-scaled": ("mimo_v2_flash-window7", {"routed_scaling_factor": 2.5}, "a scale of 1"),
-    "mimo-unnormalized": ("mimo_v2_flash-window7", {"norm_topk_prob": False}, "normalized weights"),
-    "deepseek_v3-all-groups": ("deepseek_v3-groups-yarn", {"topk_group": 4}, "fewer groups"),
-    "phimoe": ("phimoe-4top2-head-bias", {}, "RMSNorms"),
-    "bitnet-relu2": ("bitnet-tied-biases", {"hidden_act": "relu2"}, "hidden_act"),
-    "bitnet-biases": ("bitnet-tied-biases", {"attention_bias": True}, "blk.0.attn_q.bias"),
-    "jais2-no-biases": ("jais2-gqa4:2", {"mlp_bias": False}, "mlp_bias"),
-    "starcoder2-no-biases": ("starcoder2-window7-tied", {"use_bias": False}, "use_bias"),
-    "nemotron-narrow-heads": ("nemotron-half-rotated", {"head_dim": 24}, "add up to hidden_size"),
-    "mellum-two-thetas": ("mellum-window7", BY_LAYER_TYPE, "rope_theta"),
-    "laguna-window-first": (
-        "laguna-heads-by-layer-window7",
-        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-        "full attention in the first layer",
-    ),
-    "bamba-wide": ("bamba-2-groups", {"mamba_expand": 3, "mamba_d_head": 48}, "mamba_expand"),
-    "deepseek_v2-lite-of-3-layers": ("deepseek_v2-groups-odd-sizes-biases-tied", {"q_lora_rank": None}, "q_lora_rank"),
-}
-
-
-def _config(name: str, changes: dict[str, Any]) -> ModelConfig:
-    model_type, case = CASES[name]
-    fields = {**SMALL, **case, "vocab_size": 4096, **GGUF_CHANGES.get(name, {}), **changes}
-    return parse_config(
-        Fields(transformers.AutoConfig.for_model(model_type, **deepcopy(fields)).to_dict(), "config.json")
-    )
-
-
-@pytest.mark.parametrize("name", UNLOADABLE)
-def test_what_llama_cpp_does_not_load_is_refused(name: str) -> None:
-    case, changes, cause = UNLOADABLE[name]
-    for config in (*([_config(case, {})] if changes else []), _config(case, changes)):
-        architecture = written_architecture(config)
-        places = [gguf_place(architecture, tensor) for tensor, _ in config.tensors()]
-        if changes and config == _config(case, {}):
-            require_loadable(config, architecture, places)
-        else:
-            with pytest.raises(ModelError, match=cause):
-                require_loadable(config, architecture, places)
-
-
-def test_low_rank_queries_are_required_of_minicpm3() -> None:
-    config = _config("minicpm3-tied", {"q_lora_rank": None})
-    with pytest.raises(ModelError, match="no tensor for it"):
-        [gguf_place(written_architecture(config), tensor) for tensor, _ in config.tensors()]
-
-
 def test_a_tied_head_is_written_where_llama_cpp_requires_one(tmp_path: Path) -> None:
     module, _ = find_export_target("gguf:f32")
-    path = module.export(_request("olmo3-yarn-tied", tmp_path, "f32"), silent).path
+    path = module.export(export_request("olmo3-yarn-tied", tmp_path, "f32"), silent).path
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     assert (tensors["output.weight"].data == tensors["token_embd.weight"].data).all()
 
@@ -341,14 +222,14 @@ def _table_repeats_its_first_row(path: Path, original: ModelFolder) -> bool:
 
 def test_tokens_without_per_layer_inputs_get_those_of_the_first(tmp_path: Path) -> None:
     module, _ = find_export_target("gguf:q8_0")
-    request = replace(_request("gemma4-ple-shared-kv-double", tmp_path, "q8_0"), requantize=True)
+    request = replace(export_request("gemma4-ple-shared-kv-double", tmp_path, "q8_0"), requantize=True)
     assert _table_repeats_its_first_row(module.export(request, silent).path, request.folder)
 
 
 def test_tensors_that_llama_cpp_requires_and_does_not_read_are_zeros(tmp_path: Path) -> None:
     """Files of Gemma 3n have them in layers that read the keys and values of another; the model is read without."""
     module, _ = find_export_target("gguf:f32")
-    request = _request("gemma3n-sparse-shared-kv", tmp_path, "f32")
+    request = export_request("gemma3n-sparse-shared-kv", tmp_path, "f32")
     path = module.export(request, silent).path
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for part in ("attn_k", "attn_v", "attn_k_norm"):
@@ -361,19 +242,19 @@ def test_tensors_that_llama_cpp_requires_and_does_not_read_are_zeros(tmp_path: P
 
 def test_keys_that_llama_cpp_requires(tmp_path: Path) -> None:
     """Regressions: it skipped ERNIE's shared experts without their size, and stopped at sections wider than a head."""
-    config = _config("ernie4_5_moe-8top3-tied", {})
+    config = exported_config("ernie4_5_moe-8top3-tied", {})
     assert written_architecture(config).metadata(config)["ernie4_5-moe.expert_shared_feed_forward_length"] == 64
     for name, sections in {"qwen3_5-odd-heads-tied": [1, 1, 1, 0], "qwen3_5-delta": [2, 1, 1, 0]}.items():
-        config = _config(name, {})
+        config = exported_config(name, {})
         assert written_architecture(config).metadata(config)["qwen35.rope.dimension_sections"] == sections
-    config = _config("qwen3_5-delta", {"head_dim": 256})
+    config = exported_config("qwen3_5-delta", {"head_dim": 256})
     assert written_architecture(config).metadata(config)["qwen35.rope.dimension_sections"] == [11, 11, 10, 0]
 
 
 @pytest.mark.parametrize(("label", "named"), [("my-Phi3-tune", False), ("tune", True)])
 def test_a_name_by_which_llama_cpp_expects_tokens(label: str, named: bool, tmp_path: Path) -> None:
     """llama.cpp loads no file named Phi-3 whose vocabulary lacks that model's tokens."""
-    request = _request("phi3-gqa4:2", tmp_path, "f32")
+    request = export_request("phi3-gqa4:2", tmp_path, "f32")
     folder = (tmp_path / "hf").rename(tmp_path / label)
     request = replace(request, source=Source(label, folder), folder=open_model_folder(folder))
     module, _ = find_export_target("gguf:f32")
@@ -384,7 +265,7 @@ def test_a_name_by_which_llama_cpp_expects_tokens(label: str, named: bool, tmp_p
 def test_a_text_part_is_written_for_an_image_model(name: str, tmp_path: Path) -> None:
     """llama.cpp reads sections and deepstack layers next to a file of the image model; both survive a copy."""
     module, _ = find_export_target("gguf:f32")
-    path = module.export(_request(name, tmp_path, "f32"), silent).path
+    path = module.export(export_request(name, tmp_path, "f32"), silent).path
     again = ExportRequest(Source("a", path), open_model_folder(path), tmp_path / "b.gguf", "f32", requantize=True)
     architecture = name.replace("_", "")
     for file in (path, module.export(again, silent).path):
@@ -393,10 +274,3 @@ def test_a_text_part_is_written_for_an_image_model(name: str, tmp_path: Path) ->
         assert fields[f"{architecture}.rope.dimension_sections"].contents() == [3, 3, 2, 0]
         deepstack = fields.get(f"{architecture}.n_deepstack_layers")
         assert (deepstack and deepstack.contents()) == (1 if name == "qwen3_vl" else None)
-
-
-@pytest.mark.parametrize("sections", [[2, 3], [2, 3, 4], [-1, 5, 4], "2", [2, 3, "3"]])
-def test_sections_of_positions_that_do_not_fit(sections: object) -> None:
-    config = _config("qwen3-qk-norm-hd32", {"head_dim": 16})
-    with pytest.raises(ModelError, match="mrope_section"):
-        position_sections(config, Fields({"mrope_section": sections}, "config.json"))

@@ -49,7 +49,7 @@ def test_every_file_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("family", ["llama-biases", LATENT])
 def test_all_bytes_of_the_tensors_are_prefetched(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of mlx-lm have some tensors in two parts, and experts in stacks."""
+    """Folders of mlx-lm have some tensors in two parts, and experts in stacks."""
     convert(tmp_path, family)
     folder, places = open_model_folder(tmp_path), list[tuple[int, int]]()
     checkpoint = folder.checkpoint()

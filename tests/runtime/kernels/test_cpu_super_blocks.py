@@ -152,11 +152,29 @@ def test_scales_of_nvfp4_and_mxfp4_are_bytes(
     assert CpuMatmul(library, counted).nbytes == counted.packing.bytes(96, 768) < whole(counted).nbytes
 
 
+def test_every_exponent_is_a_byte(library: Native) -> None:
+    """Groups of zeros have the smallest, 2^-127, whose half is no normal fp32."""
+    weight = byte_scale_weight("e8m0", (16, 255 * 32), 32)
+    powers = torch.exp2(torch.arange(255, dtype=torch.float64) - 127).expand(16, 255)
+    weight = replace(weight, scales=powers.bfloat16())
+    held, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
+    assert held.nbytes == weight.packing.bytes(16, 255 * 32) < plain.nbytes
+    assert torch.equal(held.dequantize(), dequantize(weight))
+    for group, rows in ((0, 1), (1, 5), (2, 40), (254, 5)):
+        x = torch.zeros(rows, 255 * 32)
+        x[:, group * 32 : group * 32 + 32] = torch.randn(rows, 32, generator=torch.Generator().manual_seed(group))
+        if group < 3:
+            x *= 2.0**120
+        for activations in (x.bfloat16(), x):
+            assert torch.equal(held(activations), plain(activations)), (group, rows)
+            assert held(activations).any(), "no product is zero"
+
+
 @pytest.mark.parametrize("kind", ["e4m3", "e8m0"])
 def test_scales_that_have_no_byte_are_held_whole(library: Native, kind: ByteScales) -> None:
-    """Half of the smallest power of two has no exponent of E8M0, and a sign no place."""
+    """A number between two of the type has no byte, a zero has no exponent, and a sign has no place."""
     weight, x = byte_scale_weight(kind, (32, 256), 32), torch.randn(3, 256).bfloat16()
-    for value in (2.0**-126 if kind == "e8m0" else 1.5, -1.0):
+    for value in (1.5, -1.0, *([0.0] if kind == "e8m0" else [])):
         weight.scales[3, 2] = value
         assert torch.equal(CpuMatmul(library, weight)(x), CpuMatmul(library, whole(weight))(x))
         assert torch.equal(CpuMatmul(library, weight).dequantize(), dequantize(weight))

@@ -60,7 +60,7 @@ struct Weight {  // mirrored by build.py
 
 namespace {
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4, E8M0 = 5 };  // the last two: of scales that are not negative
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4, HALF_E8M0 = 5 };  // the last two: of scales, never negative
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
 constexpr int64_t SUPER_BLOCK = 256;  // inputs that share a factor of their scales
@@ -181,14 +181,14 @@ inline Floats spread_lanes(float x) {
 #endif
 }
 
-// A number of `type`; of E4M3, that divided by 2^8: its bits are those of an fp16.
+// A number of `type`; of E4M3, that divided by 2^8: its bits are those of an fp16. Of HALF_E8M0, 2^(byte - 127) / 2.
 inline float widen_one(const void* from, int64_t index, int32_t type) {
     if (type >= I8) {
         const uint8_t byte = static_cast<const uint8_t*>(from)[index];
-        const uint32_t word = uint32_t(byte) << 23;
+        const uint32_t word = byte ? uint32_t(byte) << 23 : 1 << 22;
         float power;
         memcpy(&power, &word, 4);
-        return type == I8 ? float(int8_t(byte)) : type == E8M0 ? power : from_f16(uint16_t(byte << 7));
+        return type == I8 ? float(int8_t(byte)) : type == HALF_E8M0 ? power * 0.5f : from_f16(uint16_t(byte << 7));
     }
     const uint16_t half = static_cast<const uint16_t*>(from)[index];
     return type == BF16 ? from_bf16(half) : from_f16(half);
@@ -206,7 +206,8 @@ inline Floats widen(const void* from, int64_t index, int32_t type) {
     if (type == F16) return (Floats)_mm512_cvtph_ps(words());
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(byte));
     if (type == E4M3) return (Floats)_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
+    const __m512i power = _mm512_max_epi32(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23), _mm512_set1_epi32(1 << 22));
+    return (Floats)power * 0.5f;
 #elif VECTOR == 32 && defined(__F16C__)
     const auto words = [&] { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(half)); };
     if (type == I8) return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(byte))));
@@ -214,7 +215,8 @@ inline Floats widen(const void* from, int64_t index, int32_t type) {
     if (type == F16) return (Floats)_mm256_cvtph_ps(words());
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(byte));
     if (type == E4M3) return (Floats)_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+    const __m256i power = _mm256_max_epi32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23), _mm256_set1_epi32(1 << 22));
+    return (Floats)power * 0.5f;
 #elif defined(__aarch64__)
     if (type == I8) return Floats{float(byte[0]), float(byte[1]), float(byte[2]), float(byte[3])};
     if (type == BF16) return (Floats)vshlq_n_u32(vmovl_u16(vld1_u16(half)), 16);
