@@ -17,7 +17,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, rope_theta=500000.0)
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, rope_theta=500000.0, num_key_value_heads=5)
     return ModelConfig(
         **hf_config.common(raw, activations={"relu2": "relu2", **hf_config.ACTIVATIONS}),
         **hf_config.attention_biases(raw),

@@ -15,7 +15,9 @@ _ROPE = {
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rope_theta=1000000.0, rms_norm_eps=1e-5, head_dim=128, sliding_window=8192)
+    raw = hf_config.with_defaults(
+        raw, rope_theta=1000000.0, rms_norm_eps=1e-5, head_dim=128, num_key_value_heads=8, sliding_window=8192
+    )
     raw = hf_config.with_default_rope(raw, _ROPE)
     fields = hf_config.common(raw)
     sliding = hf_config.layers_of_type(raw, fields["layers"], lambda index: index % 4 != 0)

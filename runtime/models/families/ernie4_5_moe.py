@@ -34,7 +34,9 @@ def _dense(raw: Fields, layers: int) -> frozenset[int]:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    raw = hf_config.with_defaults(
+        raw, num_key_value_heads=4, rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True
+    )
     if raw.boolean("use_bias", False):
         raise raw.fail("use_bias", "= true is not supported: the head would have a bias", UNSUPPORTED_HINT)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)

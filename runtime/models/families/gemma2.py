@@ -49,6 +49,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(
         raw,
         head_dim=256,
+        num_key_value_heads=4,
         query_pre_attn_scalar=256,
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,

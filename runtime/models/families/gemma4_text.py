@@ -141,6 +141,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(
         raw,
         head_dim=256,
+        num_key_value_heads=4,
         max_position_embeddings=131072,
         sliding_window=512,
         hidden_size_per_layer_input=256,

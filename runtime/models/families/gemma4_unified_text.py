@@ -10,6 +10,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(
         raw,
         head_dim=256,
+        num_key_value_heads=4,
         max_position_embeddings=262144,
         sliding_window=1024,
         tie_word_embeddings=True,

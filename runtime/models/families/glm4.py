@@ -24,7 +24,10 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=128, rms_norm_eps=1.5625e-07, eos_token_id=[151329, 151336, 151338])
+    end_tokens = [151329, 151336, 151338]
+    raw = hf_config.with_defaults(
+        raw, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-07, eos_token_id=end_tokens
+    )
     fields = hf_config.common(raw, handled=("partial_rotary_factor",))
     return ModelConfig(
         **fields,

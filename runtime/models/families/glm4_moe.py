@@ -33,7 +33,7 @@ def read_experts(raw: Fields, layers: int) -> MoeLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, num_key_value_heads=8)
     fields = hf_config.common(raw, handled=("partial_rotary_factor", *EXPERT_KEYS))
     return ModelConfig(
         **fields,

@@ -78,7 +78,9 @@ class GptOssLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=64, sliding_window=128, rms_norm_eps=1e-5, rope_theta=150000.0)
+    raw = hf_config.with_defaults(
+        raw, head_dim=64, num_key_value_heads=8, sliding_window=128, rms_norm_eps=1e-5, rope_theta=150000.0
+    )
     raw = hf_config.with_default_rope(raw, _ROPE)
     hf_config.require(raw, swiglu_alpha=1.702, swiglu_limit=7.0)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)

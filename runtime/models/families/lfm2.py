@@ -66,6 +66,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(
         raw,
         rms_norm_eps=raw.number("norm_eps", 1e-5, low=1e-30, high=1.0),
+        num_key_value_heads=8,
         rope_theta=1000000.0,
         max_position_embeddings=128000,
         tie_word_embeddings=True,

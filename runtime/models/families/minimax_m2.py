@@ -12,7 +12,7 @@ _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", correcti
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rope_theta=5000000.0, head_dim=128)
+    raw = hf_config.with_defaults(raw, rope_theta=5000000.0, head_dim=128, num_key_value_heads=8)
     fields = hf_config.common(raw, handled=("partial_rotary_factor", *EXPERT_KEYS))
     head_dim = fields["head_dim"]
     rotary = raw.integer("rotary_dim", head_dim, low=2, high=head_dim)

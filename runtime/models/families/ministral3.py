@@ -16,7 +16,9 @@ _ROPE = {
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262144)
+    raw = hf_config.with_defaults(
+        raw, head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=262144
+    )
     raw = hf_config.with_default_rope(raw, _ROPE)
     fields = hf_config.common(raw, handled=("llama_4_scaling_beta",))
     return ModelConfig(**fields, windows=hf_config.mistral_windows(raw, fields))

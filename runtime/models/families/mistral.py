@@ -6,8 +6,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, sliding_window=4096)
+    raw = hf_config.with_defaults(raw, num_key_value_heads=8, sliding_window=4096)
     fields = hf_config.common(raw)
-    if not raw.has("num_key_value_heads"):
-        fields["kv_heads"] = min(8, fields["heads"])  # the family's default, unlike Llama's
     return ModelConfig(**fields, windows=hf_config.mistral_windows(raw, fields))

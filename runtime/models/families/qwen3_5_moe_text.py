@@ -10,7 +10,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def read(raw: Fields) -> ModelConfig:
     size, layers = raw.integer("moe_intermediate_size", 512), raw.integer("num_hidden_layers", high=MAX_LAYERS)
-    raw = hf_config.with_defaults(with_delta_defaults(raw), intermediate_size=size)  # no layer has an MLP
+    raw = hf_config.with_defaults(with_delta_defaults(raw, 2), intermediate_size=size)  # no layer has an MLP
     count, top_k = read_expert_counts(raw, "num_experts", layers, default=(256, 8))
     shared = raw.integer("shared_expert_intermediate_size", 512)
     return read_delta(raw, MoeLayers(count, RoutingSpec(top_k, normalize=True), size, shared=shared))

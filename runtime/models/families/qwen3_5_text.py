@@ -73,10 +73,11 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=1, build_layer=layers, build_mtp=None, is_mtp=True)
 
 
-def with_delta_defaults(raw: Fields) -> Fields:
+def with_delta_defaults(raw: Fields, kv_heads: int) -> Fields:
     return hf_config.with_defaults(
         raw,
         head_dim=256,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=32768,
         linear_conv_kernel_dim=4,
         linear_key_head_dim=128,
@@ -115,4 +116,4 @@ def read_delta(raw: Fields, mixture: MoeLayers | None = None, *, fused: bool = F
 
 
 def read(raw: Fields) -> ModelConfig:
-    return read_delta(with_delta_defaults(raw))
+    return read_delta(with_delta_defaults(raw, 4))

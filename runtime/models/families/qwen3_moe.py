@@ -14,6 +14,7 @@ def dense_layers(raw: Fields, layers: int) -> frozenset[int]:
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, num_key_value_heads=4)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     key = "num_experts" if raw.has("num_experts") else "num_local_experts"
     count, top_k = read_expert_counts(raw, key, fields["layers"], default=(128, 8))

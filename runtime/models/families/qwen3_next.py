@@ -9,7 +9,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw, layers = with_delta_defaults(raw), raw.integer("num_hidden_layers", high=MAX_LAYERS)
+    raw, layers = with_delta_defaults(raw, 2), raw.integer("num_hidden_layers", high=MAX_LAYERS)
     count, top_k = read_expert_counts(raw, "num_experts", layers, default=(512, 10))
     mixture = MoeLayers(
         count,

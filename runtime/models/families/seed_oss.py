@@ -6,7 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=128)
+    raw = hf_config.with_defaults(raw, head_dim=128, num_key_value_heads=8)
     return ModelConfig(
         **hf_config.common(raw),
         qkv_bias=raw.boolean("attention_bias", True),

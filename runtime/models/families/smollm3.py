@@ -19,7 +19,7 @@ def rotating_layers(raw: Fields, layers: int) -> list[int]:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rope_theta=2000000.0, tie_word_embeddings=True)
+    raw = hf_config.with_defaults(raw, num_key_value_heads=4, rope_theta=2000000.0, tie_word_embeddings=True)
     fields = hf_config.common(raw, handled=("no_rope_layers",))
     has_rope = rotating_layers(raw, fields["layers"])
     rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])

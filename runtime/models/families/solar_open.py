@@ -9,7 +9,13 @@ from mycli.runtime.utils.json_fields import Fields
 
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(
-        raw, moe_intermediate_size=1280, first_k_dense_replace=0, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0
+        raw,
+        moe_intermediate_size=1280,
+        first_k_dense_replace=0,
+        head_dim=128,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1000000.0,
     )
     raw = hf_config.with_defaults(raw, intermediate_size=raw.integer("moe_intermediate_size"))  # no layer has an MLP
     fields = hf_config.common(raw, handled=EXPERT_KEYS)

@@ -23,8 +23,6 @@ pytestmark = pytest.mark.usefixtures("quick_configs")
 # End tokens are in other files too.
 UNTESTED = {"model_type", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"}
 LENGTH = "max_position_embeddings"  # without it the context is bounded here: it may be shorter, never longer
-# In some families these: another number than the file's is refused, by the shapes of its tensors.
-UNTESTED |= {"num_key_value_heads", "num_local_experts"}
 UNTESTED.add("original_max_position_embeddings")  # of Phi 3, whose rope_parameters state it too
 FIELDS = [name for name in ModelConfig.__dataclass_fields__ if name != "dtype"]
 
@@ -127,12 +125,6 @@ def test_text_sections_without_sizes(name: str) -> None:
 
 # Files state their sizes; 9 layers show windows and kinds that repeat every few layers.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", LENGTH)
-# Without the key these have as many heads of keys as of queries, which the shapes of the tensors refuse.
-WITHOUT_KV_HEADS = {
-    *("bitnet", "cwm", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma4_text", "gemma4_unified_text", "glm", "glm4"),
-    *("gpt_oss", "lfm2", "lfm2_moe", "minimax_m2", "ministral3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
-    *("qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma"),
-}
 OTHER_SIZES = {"gpt2", "gpt_bigcode", "gpt_neo"}  # their keys have other names
 OTHER_SIZES |= {"gemma3n_text", "glm4_moe"}  # defaults that are refused: 15 of 9 layers, and 96 heads of 4096 values
 
@@ -143,8 +135,7 @@ def test_families_with_their_sizes_alone(name: str) -> None:
     raw = {"model_type": name, "num_hidden_layers": 9, "bos_token_id": 1, "eos_token_id": 2}
     complete = completed(raw)
     assert complete is not None
-    sizes = (*SIZES, "num_key_value_heads") if name in WITHOUT_KV_HEADS else SIZES
-    actual, expected = parsed({**raw, **{key: complete[key] for key in sizes if key in complete}}), parsed(complete)
+    actual, expected = parsed({**raw, **{key: complete[key] for key in SIZES if key in complete}}), parsed(complete)
     assert actual is not None and expected is not None
     wrong = [field for field in FIELDS if getattr(actual, field) != getattr(expected, field)]
     assert wrong == (["attention_scale"] if name == "hyperclovax" else [])  # which is the scale of the heads

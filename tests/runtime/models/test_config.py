@@ -136,7 +136,8 @@ def test_ignored(changes: dict[str, Any]) -> None:
 def test_defaults_of_absent_fields() -> None:
     config = parse(num_key_value_heads="absent", max_position_embeddings="absent", eos_token_id="absent")
     assert (config.kv_heads, config.head_dim, config.max_context, config.eos) == (4, 16, 2048, ())
-    assert parse(model_type="mistral", num_key_value_heads="absent", sliding_window=None).kv_heads == 4
+    mistral = {"model_type": "mistral", "num_attention_heads": 16, "num_key_value_heads": "absent"}
+    assert parse(**mistral, sliding_window=None).kv_heads == 8
     assert parse(model_type="qwen3").head_dim == 128
     assert parse(max_position_embeddings=10**12).max_context == 10**12, "memory bounds it, not the config"
 
