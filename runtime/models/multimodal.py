@@ -76,6 +76,8 @@ _TEXT_PREFIXES = (
     ("model.layers.", "model.layers."),
     ("model.norm.", "model.norm."),
 )
+# Text models whose attention reads no window in transformers, unlike that of their families.
+_FULL_ATTENTION = ("qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text")
 _PREFIXES = (*((f"thinker.{prefix}", text_prefix) for prefix, text_prefix in _TEXT_PREFIXES), *_TEXT_PREFIXES)
 
 
@@ -170,8 +172,13 @@ def _correct(values: dict[str, Any], stored: str) -> None:
     if stored == "ernie4_5_vl_moe_text":
         pairs = {key: values[key] for key in _ERNIE_PAIRS if isinstance(values.get(key), list)}
         values |= {key: pair[0] for key, pair in pairs.items() if pair}
+    if stored in _FULL_ATTENTION:
+        values["use_sliding_window"] = False
+        values.pop("layer_types", None)
     if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
         values["norm_topk_prob"] = True
+        if not {"num_experts", "num_local_experts"} & values.keys():
+            values["num_experts"] = 60
 
 
 def _norm_head(model_type: str, raw: Fields) -> Literal["columns", "rows"] | None:

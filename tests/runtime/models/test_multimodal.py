@@ -71,6 +71,16 @@ def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"])
+def test_windows_that_transformers_does_not_read(name: str, tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+    reference = make_folder(tmp_path, name, **window)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["text_config"] |= window | {"layer_types": ["sliding_attention"] * raw["text_config"]["num_hidden_layers"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check_logits(reference, tmp_path)
+
+
 @pytest.mark.parametrize(("window", "expected"), [({}, 4096), ({"sliding_window": None}, None)], ids=["absent", "none"])
 def test_the_window_of_idefics2_as_published(window: dict[str, Any], expected: int | None) -> None:
     """Its text config has only what differs from the defaults of transformers' class."""
