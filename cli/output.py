@@ -18,7 +18,15 @@ from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.format import error_fields, json_line
 from mycli.cli.text.input import decode, read_typed_line
 from mycli.cli.text.layout import WordWrap, column_widths, fitting, pad, table_lines, table_width, width, wrap_lines
-from mycli.cli.text.progress import LINE_SECONDS, Lines, LiveMarkdown, Progress, progress_bar, show_reading
+from mycli.cli.text.progress import (
+    LINE_SECONDS,
+    CheckedProgress,
+    Lines,
+    LiveMarkdown,
+    Progress,
+    progress_bar,
+    show_reading,
+)
 from mycli.runtime.errors import Declined, ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
@@ -272,6 +280,14 @@ class Output:
                 yield bar
         else:
             yield Lines(self.note, title, total, unit, LINE_SECONDS if line_seconds is None else line_seconds)
+
+    @contextmanager
+    def result_progress(
+        self, title: str, total: float, unit: str = "", line_seconds: float | None = None
+    ) -> Iterator[Progress]:
+        """As `progress`, for work that has no effect but its result: ends it when the result's reader is gone."""
+        with self.progress(title, total, unit, line_seconds) as bar:
+            yield CheckedProgress(bar, self.require_reader)
 
     def read_line(self, prompt: str) -> str:
         """Read a line from the terminal or a pipe.

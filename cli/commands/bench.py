@@ -164,15 +164,10 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     # changes from minute to minute, and another program may disturb one of the two.
     rates = [throughput.current_bandwidth(placement.device)]
     results, contention = [], CpuContention()
-    with call.out.progress(source.name, len(trials) * repetitions, "runs") as bar:
-
-        def begin_run(_: int) -> None:
-            call.out.require_reader()
-            bar.advance(1)
-
+    with call.out.result_progress(source.name, len(trials) * repetitions, "runs") as bar:
         for trial in trials:
             bar.describe(f"{source.name} {trial.name}")
-            result = throughput.run_trial(runner, trial, repetitions, begin_run)
+            result = throughput.run_trial(runner, trial, repetitions, progress=lambda _: bar.advance(1))
             plan = MemoryPlan(
                 folder.config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv
             )

@@ -115,11 +115,13 @@ def bench_draft(
     from mycli.runtime.diagnostics.speculation_benchmark import measure_speculation, textbook
 
     results = {}
-    with call.out.progress(f"{model} with {draft}", len(texts), "kinds of text") as bar:
+    with call.out.result_progress(f"{model} with {draft}", len(texts), "kinds of text") as bar:
         for kind, prompts in texts.items():
             bar.describe(kind)
             # A reply of one token has no step that a draft could speed up.
-            result = measure_speculation(subject, prompts, max(generate, 2), repetitions)
+            result = measure_speculation(
+                subject, prompts, max(generate, 2), repetitions, before_reply=call.out.require_reader
+            )
             if result.plain and result.drafted:
                 results[kind] = result
             bar.advance(1)

@@ -175,8 +175,9 @@ def _measure(
     with call.out.progress(name, repetitions * sum(load.requests for load in loads), "replies") as bar:
         for number, load in enumerate(loads):
             bar.describe(f"{name} {load.name}")
+            seed = salt + 1000 * number
             runs = [
-                run_load(server, load, per_word, salt + 1000 * number + run, lambda: bar.advance(1))
+                run_load(server, load, per_word, seed + run, lambda: bar.advance(1), call.out.require_reader)
                 for run in range(repetitions)
             ]
             rows.append(_row(server, name, kind, runs))

@@ -1,8 +1,8 @@
 """`mycli compare`: the replies of two models to the same prompts, and how far their distributions are apart."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -90,15 +90,8 @@ def _require_alike(names: tuple[str, str], folders: list[ModelFolder], prompts: 
     require_same_vocabulary(folders[0].config, folders[1].config)
 
 
-@contextmanager
-def _stages(call: Call) -> Iterator[Callable[[str, int, int], None]]:
-    with stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress:
-
-        def report(stage: str, done: int, total: int) -> None:
-            call.out.require_reader()
-            progress(stage, done, total)
-
-        yield report
+def _stages(call: Call) -> AbstractContextManager[Callable[[str, int, int], None]]:
+    return stages(partial(call.out.result_progress, line_seconds=5 * STEP_SECONDS))
 
 
 def _replies(

@@ -88,7 +88,7 @@ def _sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", t
         except ModelError as unsupported:
             call.out.note(f"{label} is skipped: {unsupported.message}")
             continue
-        with stages(call.out.progress) as progress:
+        with stages(call.out.result_progress) as progress:
             model = StreamedModel(folder, replace(placement, kv=kind))
             result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)
         results.append({"kv": label, "bytes_per_token": size, **asdict(result)})
@@ -105,7 +105,7 @@ def _sweep_activations(
 
     # The reference is exact: fp32 activations, which no kernel rounds.
     reference = StreamedModel(folders[-1], replace(placement, dtype=torch.float32))
-    with stages(call.out.progress) as progress:
+    with stages(call.out.result_progress) as progress:
         models = measuring.activation_models(folders[0], placement)
         if not models:
             raise UsageError(
@@ -193,7 +193,7 @@ def evaluate(
         return
     kind = ResidentModel if portable_bits else StreamedModel
     models = [kind(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
-    with stages(call.out.progress) as progress:
+    with stages(call.out.result_progress) as progress:
         result = measuring.evaluate(models[0], cuts[0], models[1] if ref else None, progress)
     if call.out.answered({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)}):
         return

@@ -82,7 +82,7 @@ def spec_verify(
         ]
     if not tokens:
         raise UsageError(f"{prompts} contains no prompts", "write one prompt per line")
-    with call.out.progress("greedy replies", len(tokens)) as bar:
+    with call.out.result_progress("greedy replies", len(tokens)) as bar:
         divergences = []
         for divergence in greedy_divergences(subject, tokens, limit, length):
             bar.advance(1)

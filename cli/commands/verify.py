@@ -107,7 +107,7 @@ def _verify_reading(call: Call, source: Source, model: str, reader: str, ref: st
     tokens, module = tokens_to_score(folder.config.vocab_size), readers.load(reader)
     reading = module.read(readers.Task(source.folder, tokens, program))
     placement = EngineConfig(device="cpu", dtype="float32").place(folder.config)
-    with stages(call.out.progress) as progress:
+    with stages(call.out.result_progress) as progress:
         verified = verify_reading(reading, module.WEIGHT_NAMES, reference, folder, tokens, placement, progress)
     answer = {
         "model": model,
@@ -160,7 +160,8 @@ def _bad(files: list[CheckedFile]) -> list[str]:
 def _verify_hashes(call: Call, model: str, drop: bool) -> None:
     source = find_local(model)
     files = files_to_verify(source)
-    with call.out.progress(f"Reading {model}", sum(file.size for file in files.values()), "B") as bar:
+    show_progress = call.out.progress if drop else call.out.result_progress  # --drop deletes files: it is completed
+    with show_progress(f"Reading {model}", sum(file.size for file in files.values()), "B") as bar:
         checked = verify_files(source, files, bar.advance)
     bad = _bad(checked)
     dropped = drop_damaged(source, checked) if drop else []

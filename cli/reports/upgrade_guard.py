@@ -15,13 +15,15 @@ if TYPE_CHECKING:  # torch takes a second to import
 
 
 def measure(call: Call, opened: "OpenedModel", before: "GoldenRecord | None" = None) -> "GoldenRecord":
+    """Measure replies and speed; without `before` for a record to be written, which needs no reader of the result."""
     from functools import partial
 
     from mycli.runtime.diagnostics.golden_record import SECONDS, record
 
     call.out.note(f"{opened.source.name}: measuring replies and speed, about {SECONDS:.0f} s")
     folder = opened.source.open()
-    with stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress:
+    show_progress = call.out.progress if before is None else call.out.result_progress
+    with stages(partial(show_progress, line_seconds=5 * STEP_SECONDS)) as progress:
         return record(opened, folder, None if before is None else before.lengths, seconds=SECONDS, progress=progress)
 
 

@@ -32,6 +32,20 @@ class Progress:
     def describe(self, text: str) -> None: ...  # replaces the title
 
 
+class CheckedProgress(Progress):
+    """Calls `check`, which may raise, before each step of `bar`."""
+
+    def __init__(self, bar: Progress, check: Callable[[], None]) -> None:
+        self._bar, self._check = bar, check
+
+    def advance(self, amount: float) -> None:
+        self._check()
+        self._bar.advance(amount)
+
+    def describe(self, text: str) -> None:
+        self._bar.describe(text)
+
+
 class Lines(Progress):
     """Reports progress as a line through `report`, at most one in `seconds`. The unit "B" means bytes."""
 

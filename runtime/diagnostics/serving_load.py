@@ -15,6 +15,7 @@ from mycli.runtime.diagnostics.completion_client import CompletionServer, Reply
 from mycli.runtime.errors import ModelError
 
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
+CHECK_SECONDS = 1.0  # between two checks whether to end a run early
 _MEASURED = 4, 24  # words of the two texts that measure tokens per word
 
 
@@ -98,9 +99,17 @@ def tokens_per_word(server: CompletionServer) -> float:
 
 
 def run_load(
-    server: CompletionServer, load: Load, per_word: float, seed: int, progress: Callable[[], None] = lambda: None
+    server: CompletionServer,
+    load: Load,
+    per_word: float,
+    seed: int,
+    progress: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> LoadResult:
-    """Send every request of `load`. `progress` is called after each reply, from any thread."""
+    """Send every request of `load`.
+
+    `progress` is called after each reply, from any thread; `check` meanwhile from the caller's, where it may raise.
+    """
     texts = Texts(load, per_word, seed)
     prompts = [texts.next() for _ in range(load.requests)]
     replies: list[Reply] = []
@@ -111,17 +120,17 @@ def run_load(
         progress()
 
     if load.clients is not None:
-        _run_closed(prompts, min(load.clients, load.requests), send)
+        _run_closed(prompts, min(load.clients, load.requests), send, check)
     else:
         assert load.rate is not None
-        _run_open(prompts, load.rate, random.Random(seed), send)
+        _run_open(prompts, load.rate, random.Random(seed), send, check)
     seconds = max((reply.last for reply in replies if not reply.problem), default=time.monotonic()) - began
     after = server.counters()
     counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return LoadResult(load, tuple(replies), seconds, counted)
 
 
-def _run_closed(prompts: Sequence[str], clients: int, send: Callable[[str], None]) -> None:
+def _run_closed(prompts: Sequence[str], clients: int, send: Callable[[str], None], check: Callable[[], None]) -> None:
     left, lock = iter(prompts), threading.Lock()
 
     def client() -> None:
@@ -132,20 +141,31 @@ def _run_closed(prompts: Sequence[str], clients: int, send: Callable[[str], None
                 return
             send(prompt)
 
-    _start_and_join([threading.Thread(target=client, daemon=True) for _ in range(clients)], itertools.repeat(0.0))
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
+    _start_and_join(threads, itertools.repeat(0.0), check)
 
 
-def _run_open(prompts: Sequence[str], rate: float, generator: random.Random, send: Callable[[str], None]) -> None:
+def _run_open(
+    prompts: Sequence[str],
+    rate: float,
+    generator: random.Random,
+    send: Callable[[str], None],
+    check: Callable[[], None],
+) -> None:
     threads = [threading.Thread(target=send, args=(prompt,), daemon=True) for prompt in prompts]
-    _start_and_join(threads, (generator.expovariate(rate) for _ in threads))
+    _start_and_join(threads, (generator.expovariate(rate) for _ in threads), check)
 
 
-def _start_and_join(threads: Sequence[threading.Thread], pauses: Iterable[float]) -> None:
+def _start_and_join(threads: Sequence[threading.Thread], pauses: Iterable[float], check: Callable[[], None]) -> None:
     # Each thread starts at a time of its own: a slow start of one does not delay the next.
     due = time.monotonic()
     for thread, pause in zip(threads, pauses, strict=False):
         due += pause
-        time.sleep(max(0.0, due - time.monotonic()))
+        while (wait := due - time.monotonic()) > 0:
+            check()
+            time.sleep(min(wait, CHECK_SECONDS))
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            check()
+            thread.join(CHECK_SECONDS)

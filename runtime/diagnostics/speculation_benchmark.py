@@ -115,8 +115,12 @@ def measure_speculation(
     limit: int,
     repetitions: int,
     lengths: Sequence[int] | None = None,
+    before_reply: Callable[[], None] = lambda: None,
 ) -> SpeculationResult:
-    """Time each prompt with the adaptive draft length, then with each of `lengths`; None for those that it chooses."""
+    """Time each prompt with the adaptive draft length, then with each of `lengths`; None for those that it chooses.
+
+    `before_reply` may raise to end the measurement.
+    """
     # Without and with speculation in turn, so that other load on the machine affects both.
     notes: list[str] = []
     # Before the engines exist: the proposer that has its lengths has a cache as large as theirs.
@@ -129,6 +133,7 @@ def measure_speculation(
     for _ in range(repetitions):
         for prompt in prompts:
             for engine in (plain, drafted):
+                before_reply()
                 engine.forget()
                 _, timing = subject.reply(engine, prompt, limit)
                 clocks[engine is drafted].add(timing)

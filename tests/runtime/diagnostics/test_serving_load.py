@@ -68,6 +68,25 @@ def test_open_load_does_not_wait_for_replies() -> None:
     assert len(result.answered) == 12 and result.load.name == "r200 p8 n3"
 
 
+@pytest.mark.parametrize("load", [Load(8, 3, 4, clients=2), Load(8, 3, 4, rate=0.001)], ids=["closed", "open"])
+def test_a_run_ends_by_its_check_while_replies_and_arrivals_are_due(load: Load) -> None:
+    class Gone(Exception): ...
+
+    def check() -> None:
+        raise Gone
+
+    release = threading.Event()
+
+    def stream(asked: Any, say: Callable[[str], None]) -> None:
+        release.wait(60)
+        talkative(asked, say)
+
+    with scripted(stream) as server:
+        with pytest.raises(Gone):
+            run_load(CompletionServer(server.url), load, 1.0, 0, check=check)
+        release.set()
+
+
 def broken(asked: Any, say: Callable[[str], None]) -> None:
     say("data: {nothing")
 
