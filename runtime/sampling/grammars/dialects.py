@@ -59,8 +59,8 @@ def value_problem(key: str, value: Any) -> str:
         return "must be an integer of at least 0"
     if key in _BOUNDS and not isinstance(value, int | float):
         return "must be a number"
-    if key == "multipleOf" and value == 0:
-        return "must not be 0"
+    if key == "multipleOf" and value <= 0:
+        return "must be above 0"
     if key in _LISTS and not isinstance(value, list):
         return "must be a list"
     if key in SCHEMA_MAPS and not isinstance(value, Mapping):

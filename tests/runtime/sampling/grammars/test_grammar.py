@@ -221,7 +221,8 @@ MISFITS = [
     ({"type": "array", "maxItems": -1}, "/maxItems must be an integer of at least 0"),
     ({"type": "number", "minimum": "low"}, "/minimum must be a number"),
     ({"type": "number", "multipleOf": "x"}, "/multipleOf must be a number"),
-    ({"type": ["integer", "number"], "multipleOf": 0}, "/multipleOf must not be 0"),
+    ({"type": ["integer", "number"], "multipleOf": 0}, "/multipleOf must be above 0"),
+    ({"type": "integer", "multipleOf": -2}, "/multipleOf must be above 0"),
     ({"type": "string", "pattern": 5}, "/pattern must be a string"),
     ({"allOf": [{"pattern": "a"}, {"pattern": "^[^b]/\t\\n(a$"}]}, "/allOf/1/pattern: unclosed group"),
     (
