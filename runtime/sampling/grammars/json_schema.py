@@ -61,6 +61,7 @@ _LARGEST_BOUNDS = 1024 - (1 << 63), (1 << 63) - 1
 _LARGEST_NUMBER = 10**18
 _ANY_NUMBER = 1.7e308
 _LARGEST_LENGTH = (1 << 31) - 1
+_SCALARS = ("string", "integer", "number", "boolean", "null")
 _LEFT_OUT = object()
 _OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
 
@@ -98,11 +99,7 @@ def count_values(schema: Any) -> int | None:
     """Return the number of scalar values in an object of `schema`; None if it does not bound them."""
     if not isinstance(schema, Mapping) or any(key in schema for key in ("$ref", "not", *MERGED_LISTS)):
         return None
-    if (
-        "enum" in schema
-        or "const" in schema
-        or schema.get("type") in ("string", "integer", "number", "boolean", "null")
-    ):
+    if "enum" in schema or "const" in schema or schema.get("type") in _SCALARS:
         return 1
     properties = schema.get("properties")
     if schema.get("type") != "object" or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
@@ -370,6 +367,8 @@ def _readable(node: Mapping[str, Any], key: str, value: Any) -> Any:
                 raise ValueError(f"type {kind!r:.60} is not supported")
     if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         return _bound(node, key, value)
+    if key == "multipleOf" and isinstance(value, int | float) and value < 0:
+        return 0  # refused by the compiler, which would read -2 as 2
     if key == "maxLength" and isinstance(value, int) and value > _LARGEST_LENGTH:
         return _LEFT_OUT
     if not isinstance(value, str):
