@@ -323,7 +323,7 @@ class Grammar:
                     raise _unusable(self.kind, f"{place}: {cause}")
             if cause in ("", "NoExtension", "NoExtensionBias"):
                 cause = "nothing can match"
-            if self.fault and re.match(r"Expected .+ for '|.+ must be |invalid multiple of|.+ multipleOf is 0$", cause):
+            if self.fault and re.match(r"Expected .+ for '|.+ must be ", cause):
                 raise _unusable(self.kind, self.fault)  # the compiler does not say where
             message = f"{self.kind}: {cause:.300}"
             raise UsageError(message, "use a simpler one, or one that can match")

@@ -252,6 +252,10 @@ class _Rewriter:
         return result
 
     def _keyword(self, node: Mapping[str, Any], key: str, place: str) -> Any:
+        # The compiler reads -2 as 2, and takes 0 next to a minimum.
+        numeric = not (types := _types(node)) or any(kind in ("number", "integer") for kind in types)
+        if key == "multipleOf" and numeric and (problem := value_problem(key, node[key])):
+            raise ValueError(f"{place} {problem}")
         try:
             readable = _readable(node, key, node[key])
         except ValueError as error:
@@ -367,8 +371,6 @@ def _readable(node: Mapping[str, Any], key: str, value: Any) -> Any:
                 raise ValueError(f"type {kind!r:.60} is not supported")
     if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         return _bound(node, key, value)
-    if key == "multipleOf" and isinstance(value, int | float) and value < 0:
-        return 0  # refused by the compiler, which would read -2 as 2
     if key == "maxLength" and isinstance(value, int) and value > _LARGEST_LENGTH:
         return _LEFT_OUT
     if not isinstance(value, str):

@@ -223,7 +223,7 @@ MISFITS = [
     ({"type": "number", "multipleOf": "x"}, "/multipleOf must be a number"),
     ({"type": ["integer", "number"], "multipleOf": 0}, "/multipleOf must be above 0"),
     ({"type": "integer", "multipleOf": -2}, "/multipleOf must be above 0"),
-    ({"type": "integer", "minimum": 10, "multipleOf": -2}, "/multipleOf must be above 0"),
+    ({"type": "integer", "minimum": 10, "multipleOf": 0}, "/multipleOf must be above 0"),
     ({"type": "string", "pattern": 5}, "/pattern must be a string"),
     ({"allOf": [{"pattern": "a"}, {"pattern": "^[^b]/\t\\n(a$"}]}, "/allOf/1/pattern: unclosed group"),
     (
