@@ -25,6 +25,8 @@ REASONS: Mapping[str, str] = {
     "untrusted-library-folder": "{folder} {problem}, so its libraries cannot be trusted "
     "(set XDG_CACHE_HOME to a folder of this user)",
     "unwritable-library-folder": "cannot write {folder}: {error} (set XDG_CACHE_HOME to a folder that can be written)",
+    "no-space-for-library": "no space left in {folder}: {free} free (free some space, or set {variable} to a folder on "
+    "another disk)",
     "system-error": "{error}",
     # what any kernel may need
     "not-on-cpu": "runs on the CPU only, not on {device}",

@@ -1,22 +1,27 @@
 """Test building the native library: compiled once across processes, or an error; its threads, and memory bandwidth."""
 
+import errno
 import itertools
 import mmap
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from mycli.cli.reasons import reason
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build, compiler
 from mycli.runtime.kernels.cpu.library.build import BuildError, compile_library, find_compiler, native, torch_openmp
@@ -178,6 +183,33 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(BuildError, match="compiler-failed.*no such luck"):
         compile_library(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("full", ["XDG_CACHE_HOME", "TMPDIR"])
+def test_a_full_disk_is_named_with_its_free_space(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler names the files that it reads: its assembler code, and objects, which may be on two disks."""
+    script = "echo \"x.s: Fatal error: can't write 1060 bytes to x.o: 'No space left on device'\" >&2; exit 1"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script)))
+    folders = {"XDG_CACHE_HOME": tmp_path / "cache", "TMPDIR": tmp_path / "temporary"}
+    folders["TMPDIR"].mkdir()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folders["TMPDIR"]))
+    free = {str(folder): 5 << 10 if variable == full else 7 << 20 for variable, folder in folders.items()}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[str(folder)]))
+    with pytest.raises(BuildError) as raised:
+        compile_library(folders["XDG_CACHE_HOME"])
+    assert reason(raised.value.declined) == (
+        f"no space left in {folders[full]}: 5 KiB free (free some space, or set {full} to a folder on another disk)"
+    )
+
+
+def test_a_disk_that_is_full_before_the_compiler_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, data: bytes) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(BuildError) as raised:
+        compile_library(tmp_path / "cache")
+    assert raised.value.declined.code == "no-space-for-library"
 
 
 def test_a_compiler_has_a_path_where_the_environment_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ may race.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -29,6 +30,7 @@ from mycli.runtime.kernels.cpu.library.compiler import (
     compile_sources,
     digest,
     find_compiler,
+    no_space,
     read_sources,
     torch_openmp,
 )
@@ -252,6 +254,8 @@ def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
         if _cache_problem(target):
             _compile(recipe, folder, target)
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise BuildError(no_space(folder)) from None
         reason = error.strerror or str(error)
         raise BuildError(Declined("unwritable-library-folder", {"folder": str(folder), "error": reason})) from None
     return target

@@ -1,5 +1,6 @@
 """Compiles the sources of the native library with the system's GNU C++."""
 
+import errno
 import hashlib
 import os
 import re
@@ -19,6 +20,7 @@ from mycli.runtime.device.system import cpu
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.seal import seal
 from mycli.runtime.utils.files import flush
+from mycli.runtime.utils.units import human_bytes
 
 # Longest compilation first, with additional options: quantize_cpu.cpp must round every operation as torch does, so
 # multiplications and additions are not contracted.
@@ -134,7 +136,8 @@ def _run_all(work: str, commands: Sequence[Sequence[str]]) -> None:
 def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]], stopped: Event) -> None:
     # A process group of its own: g++ starts the compiler proper, which would outlive it.
     pipe = subprocess.PIPE
-    environment = {"PATH": os.defpath, **os.environ}  # g++ compiles without PATH, and then finds no linker
+    # g++ compiles without PATH, and then finds no linker; its messages are searched for English words.
+    environment = {"PATH": os.defpath, **os.environ, "LC_ALL": "C"}
     process = subprocess.Popen(
         command, cwd=work, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
@@ -148,9 +151,21 @@ def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]]
         process.communicate()
         raise BuildError(Declined("compiler-timeout", {"compiler": command[0], "seconds": TIMEOUT})) from None
     if process.returncode:
+        if os.strerror(errno.ENOSPC) in errors:
+            raise BuildError(no_space(Path(work).parent))
         words = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
         error = f"{words[0]:.200}" if words else f"exit code {process.returncode}"
         raise BuildError(Declined("compiler-failed", {"compiler": command[0], "error": error}))
+
+
+def no_space(folder: Path) -> Declined:
+    """Return the reason for a full disk: that of `folder`, or of temporary files, where g++ writes assembler code."""
+    folders = {"XDG_CACHE_HOME": folder, "TMPDIR": Path(tempfile.gettempdir())}
+    free = {variable: shutil.disk_usage(folder).free for variable, folder in folders.items()}
+    full = min(free, key=lambda variable: free[variable])
+    return Declined(
+        "no-space-for-library", {"folder": str(folders[full]), "free": human_bytes(free[full]), "variable": full}
+    )
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
