@@ -49,6 +49,13 @@ OPTIONS_OF_COMMANDS = {
     ("rm", "--force"): "--yes",
     ("show", "--modelfile"): "--template prints the chat template",
 }
+_SAMPLING = (
+    *("--temperature", "--temp", "--top-k", "--top-p", "--min-p", "--seed", "--greedy", "--stop"),
+    *("--repetition-penalty", "--repeat-penalty", "--presence-penalty", "--frequency-penalty", "--logit-bias"),
+    *("-n", "--max-tokens", "--n-predict"),
+)
+_BY_REQUEST = "omit it: requests state it; the defaults are those of the model's generation_config.json"
+OPTIONS_OF_COMMANDS |= {("serve", option): _BY_REQUEST for option in _SAMPLING}
 _BENCH_SERVE = ("--clients", "--rate", "--requests", "--shared", "--plot", "--slo")
 # Hints for arguments that a command does not take.
 _EXTRA_ARGUMENTS = {

@@ -285,7 +285,7 @@ class Output:
     def result_progress(
         self, title: str, total: float, unit: str = "", line_seconds: float | None = None
     ) -> Iterator[Progress]:
-        """As `progress`, for work that has no effect but its result: ends it when the result's reader is gone."""
+        """Show progress of work that only prints a result; a step raises BrokenPipeError once its reader is gone."""
         with self.progress(title, total, unit, line_seconds) as bar:
             yield CheckedProgress(bar, self.require_reader)
 

@@ -24,6 +24,8 @@ def parse(command: str, *words: str) -> dict[str, Any]:
         ("run", ("--n-predict", "3"), ("-n", "3")),
         ("serve", ("--max-model-len", "1k"), ("--ctx", "1k")),
         ("serve", ("--parallel", "4"), ("--max-sequences", "4")),
+        ("run", ("--num-beams", "3"), ("--beams", "3")),
+        ("run", ("--num-return-sequences", "3"), ("--samples", "3")),
         ("serve", ("--served-model-name", "gpt"), ("--alias", "gpt")),
         ("run", ("--num-predict", "3"), ("-n", "3")),
         ("run", ("--num-ctx", "1k"), ("--ctx", "1k")),
