@@ -60,7 +60,7 @@ def test_tables_of_families_are_up_to_date() -> None:
 def test_counts_of_gpu_passes_are_up_to_date() -> None:
     kinds = Counter(re.split("[:,]", gpu_pass(published(name)))[0] for name in PUBLISHED)
     counts = f"the fused pass decodes {kinds['fused']}, the captured pass {kinds['captured']} and the plain pass"
-    text = " ".join((DOCS / "results" / "gpu_passes.md").read_text().split())
+    text = " ".join((DOCS / "kernels.md").read_text().split())
     assert f"Of {len(PUBLISHED)} published models {counts} {kinds['plain']}" in text
 
 
