@@ -104,10 +104,7 @@ def _part(part: BlockPart) -> CPart:
         case AlternatingUpdates():
             raise NotNativeError(Declined("several-streams"))
         case PerLayer():
-            width = whole_vectors(part.spec.gate.out_features, "per_layer_width")
-            products = c_linear(part.gate), c_linear(part.projection)
-            first = part.layer * width
-            return CPerLayerPart(c_norm(part.norm), *products, c_residual(part), first, width, c_gate_type(part.spec))
+            return _per_layer(part)
         case Recurrent(mixer=DeltaNet() as mixer):
             return _delta_net(part, mixer)
         case Recurrent(mixer=KimiDelta() as mixer):
@@ -115,12 +112,7 @@ def _part(part: BlockPart) -> CPart:
         case Recurrent(mixer=Mamba() as mixer):
             return _mamba(part, mixer)
         case Recurrent(mixer=ShortConv() as mixer):
-            spec = mixer.spec.convolution
-            products = c_linear(mixer.projection), c_linear(mixer.out)
-            weights = _convolution(mixer.convolution)
-            return CConvolutionPart(
-                c_norm(part.norm), *products, c_residual(part), *weights, channels=spec.channels, taps=spec.taps
-            )
+            return _short_conv(part, mixer)
     raise NotNativeError(Declined("unknown-part", {"part": type(part).__name__}))
 
 
@@ -192,6 +184,13 @@ def _latent(part: LatentAttention) -> CLatentPart:
 
 def _mlp(part: Mlp) -> CMlpPart:
     return CMlpPart(c_norm(part.norm), c_feed(part.spec, part), c_residual(part))
+
+
+def _per_layer(part: PerLayer) -> CPerLayerPart:
+    width = whole_vectors(part.spec.gate.out_features, "per_layer_width")
+    products = c_linear(part.gate), c_linear(part.projection)
+    first = part.layer * width
+    return CPerLayerPart(c_norm(part.norm), *products, c_residual(part), first, width, c_gate_type(part.spec))
 
 
 def _require_delta(mixer: DeltaNet | KimiDelta) -> None:
@@ -268,6 +267,15 @@ def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
         low=low_high[0],
         high=low_high[1],
         multipliers=(c_float * 5)(*multipliers),
+    )
+
+
+def _short_conv(part: Recurrent, mixer: ShortConv) -> CConvolutionPart:
+    spec = mixer.spec.convolution
+    products = c_linear(mixer.projection), c_linear(mixer.out)
+    weights = _convolution(mixer.convolution)
+    return CConvolutionPart(
+        c_norm(part.norm), *products, c_residual(part), *weights, channels=spec.channels, taps=spec.taps
     )
 
 
