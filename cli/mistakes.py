@@ -37,6 +37,11 @@ FOREIGN_COMMANDS = {
     "upload": "hf upload NAME FOLDER; mycli list --json prints the folder of each model",
     "version": "mycli --version",
 }
+_SAMPLING = (
+    *("--temperature", "--temp", "--top-k", "--top-p", "--min-p", "--seed", "--greedy", "--stop"),
+    *("--repetition-penalty", "--repeat-penalty", "--presence-penalty", "--frequency-penalty", "--logit-bias"),
+)
+_BY_REQUEST = "omit it: requests state it; the defaults are those of the model's generation_config.json"
 # Options of other programs whose meaning differs by command -> what to type here.
 OPTIONS_OF_COMMANDS = {
     ("estimate", "--bits"): "--quant int4-g128, or another scheme",
@@ -48,14 +53,9 @@ OPTIONS_OF_COMMANDS = {
     ("rm", "-f"): "--yes",
     ("rm", "--force"): "--yes",
     ("show", "--modelfile"): "--template prints the chat template",
+    **{("serve", option): _BY_REQUEST for option in _SAMPLING},
+    **{("serve", option): "omit it: requests state max_tokens" for option in ("-n", "--max-tokens", "--n-predict")},
 }
-_SAMPLING = (
-    *("--temperature", "--temp", "--top-k", "--top-p", "--min-p", "--seed", "--greedy", "--stop"),
-    *("--repetition-penalty", "--repeat-penalty", "--presence-penalty", "--frequency-penalty", "--logit-bias"),
-    *("-n", "--max-tokens", "--n-predict"),
-)
-_BY_REQUEST = "omit it: requests state it; the defaults are those of the model's generation_config.json"
-OPTIONS_OF_COMMANDS |= {("serve", option): _BY_REQUEST for option in _SAMPLING}
 _BENCH_SERVE = ("--clients", "--rate", "--requests", "--shared", "--plot", "--slo")
 # Hints for arguments that a command does not take.
 _EXTRA_ARGUMENTS = {

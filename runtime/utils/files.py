@@ -84,9 +84,14 @@ def require_writable(path: Path) -> None:
         raise UsageError(f"{path}: cannot be written", "name another file")
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk of `folder`, which need not exist yet."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
 def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
     """Raise ResourceError, with the remedy `code`, unless the disk of `folder` has `nbytes` free."""
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    free = free_bytes(folder)
     if nbytes > free:
         needed, left = distinct_sizes(nbytes, free)
         message = f"{folder}: {needed} needed, {left} free on that disk"

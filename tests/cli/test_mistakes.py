@@ -103,7 +103,7 @@ def _spellings(command: str) -> set[str]:
             "--draft MODEL: its number of tokens to draft",
         ),
         (("serve", "pico", "--temp", "0.7"), "omit it: requests state it; the defaults are those of the model's"),
-        (("serve", "pico", "-n", "64"), "omit it: requests state it; the defaults are those of the model's"),
+        (("serve", "pico", "-n", "64"), "omit it: requests state max_tokens"),
         (("rm", "-f", "pico"), "--yes"),
         (("eval", "pico", "-f", "wiki.txt"), "--text FILE"),
         (

@@ -15,7 +15,7 @@ MEANINGS = {
     ExitCode.RESOURCES: "not enough memory or disk, or no such device",
     ExitCode.GATE: "the work was done, but a quality or verification gate failed",
     ExitCode.INTERRUPT: "Ctrl-C",
-    ExitCode.PIPE: "the reader of the output closed it",
+    ExitCode.PIPE: "the reader of the output is gone: measurements end then, files are finished first",
     ExitCode.TERMINATED: "SIGTERM or SIGHUP",
 }
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -192,7 +191,7 @@ def test_a_full_disk_is_named_with_its_free_space(full: str, tmp_path: Path, mon
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script)))
     folders = {"XDG_CACHE_HOME": tmp_path / "cache", "TMPDIR": tmp_path / "temporary"}
     folders["TMPDIR"].mkdir()
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folders["TMPDIR"]))
+    monkeypatch.setenv("TMPDIR", str(folders["TMPDIR"]))
     free = {str(folder): 5 << 10 if variable == full else 7 << 20 for variable, folder in folders.items()}
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[str(folder)]))
     with pytest.raises(BuildError) as raised:

@@ -19,7 +19,7 @@ import torch
 from mycli.runtime.device.system import cpu
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.seal import seal
-from mycli.runtime.utils.files import flush
+from mycli.runtime.utils.files import flush, free_bytes
 from mycli.runtime.utils.units import human_bytes
 
 # Longest compilation first, with additional options: quantize_cpu.cpp must round every operation as torch does, so
@@ -160,8 +160,8 @@ def _run(work: str, command: Sequence[str], running: list[subprocess.Popen[str]]
 
 def no_space(folder: Path) -> Declined:
     """Return the reason for a full disk: that of `folder`, or of temporary files, where g++ writes assembler code."""
-    folders = {"XDG_CACHE_HOME": folder, "TMPDIR": Path(tempfile.gettempdir())}
-    free = {variable: shutil.disk_usage(folder).free for variable, folder in folders.items()}
+    folders = {"XDG_CACHE_HOME": folder, "TMPDIR": Path(os.environ.get("TMPDIR") or "/tmp")}
+    free = {variable: free_bytes(path) for variable, path in folders.items()}
     full = min(free, key=lambda variable: free[variable])
     return Declined(
         "no-space-for-library", {"folder": str(folders[full]), "free": human_bytes(free[full]), "variable": full}
