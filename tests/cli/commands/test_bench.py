@@ -6,14 +6,20 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mycli.cli.commands.bench import _all_weight_bytes
 from mycli.cli.main import main
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.errors import ExitCode
+from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.weights import weight_bytes
 from tests.support.busy_device import busy_once
+from tests.support.families import CASES, make
 
 SHORT = ("pico", "-p", "4", "-n", "2", "-r", "2", "--device", "cpu")
 
@@ -95,6 +101,15 @@ def test_one_busy_measurement_is_not_the_ceiling(
     assert call(*SHORT, "--json") == ExitCode.OK
     rows = json.loads(capsys.readouterr().out)["results"]
     assert [row["bandwidth_gb_per_second"] for row in rows] == ([36, 36] if busy == "before-the-tests" else [36, 12])
+
+
+def test_the_size_of_a_mixture_counts_the_experts_on_disk(tmp_path: Path) -> None:
+    make(tmp_path, *CASES["qwen3_moe-8top2"])
+    opened = open_model_folder(tmp_path)
+    plan = MemoryPlan(opened.config, context=64)
+    partial = replace(plan, expert_slots=3)
+    assert weight_bytes(partial) < weight_bytes(plan) == _all_weight_bytes(weight_bytes(partial), partial)
+    assert _all_weight_bytes(1, None) == 1
 
 
 def test_json_has_every_sample(capsys: pytest.CaptureFixture[str]) -> None:

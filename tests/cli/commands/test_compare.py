@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from mycli.cli.commands.compare import _check, _difference, _range, _read_prompts, comparison_verdict
+from mycli.cli.commands.compare import _COLUMNS, _check, _difference, _range, _read_prompts, comparison_verdict
 from mycli.quant.comparison import Comparison, Interval, PromptComparison
 from mycli.runtime.errors import ExitCode, GateError, ResourceError, UsageError
 from tests.support.command_line import Mycli
@@ -133,6 +133,12 @@ def test_without_an_interval_the_mean_decides() -> None:
         "0.01",
         "1.00 (95%: 0.50 to 1.50)",
     ]
+
+
+@pytest.mark.parametrize(("calls", "text"), [("none", ""), ("lost", "lost")])
+def test_a_table_names_changed_calls_alone(calls: str, text: str) -> None:
+    (column,) = (column for column in _COLUMNS if column.heading == "calls")
+    assert column.text({"calls": calls}) == text
 
 
 def test_a_result_at_its_limit_passes() -> None:

@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from mycli.runtime.checkpoint.formats import read_dense
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
 from tests.support import quantizing
@@ -351,6 +355,14 @@ def test_mlx_has_no_baichuan(tmp_path: Path) -> None:
     packed = quantizing.make(Source("dense", tmp_path / "dense"), tmp_path / "int4").folder
     with pytest.raises(ModelError, match="baichuan: mlx-lm has no such model"):
         export_to(packed, "mlx", tmp_path / "mlx")
+
+
+@pytest.mark.parametrize("change", [{"codes": "e2m1"}, {"permuted": True}, {"bits": 7}, {"group_size": 48}], ids=str)
+def test_packings_that_mlx_does_not_hold_are_refused(change: dict[str, Any]) -> None:
+    packing, spec = replace(Packing(4, 32), **change), LinearSpec("a", 96, 96)
+    weights = cast(Weights, SimpleNamespace(packings={"a": packing}, linears={"a.weight": spec}))
+    with pytest.raises(ModelError, match="which MLX does not hold"):
+        mlx._group(weights, "a.weight")
 
 
 def test_biases_that_mlx_would_round_are_refused() -> None:

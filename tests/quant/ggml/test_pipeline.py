@@ -58,8 +58,12 @@ def made(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_file_and_its_record(source: Source, made: Path) -> None:
     work = plan_gguf(source, RECIPE, UNMEASURED)
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(made).tensors}
+    tensors = gguf.GGUFReader(made).tensors
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
     assert kinds[NAME] == "Q4_K" and kinds["output.weight"] == "Q6_K" and kinds["token_embd.weight"] == "Q4_K"
+    blocks = [tensor for tensor in tensors if kinds[tensor.name] in ("Q4_K", "Q6_K")]
+    bits = 8 * sum(tensor.n_bytes for tensor in blocks) / sum(tensor.n_elements for tensor in blocks)
+    assert work.size.quantized_bits_per_weight == pytest.approx(bits)
     record = json.loads(made.with_suffix(".mycli.json").read_text())
     assert record["recipe"]["mix"] == "q4_k_m" and record["size"]["bytes"] == work.size.bytes
     assert all(layer["output_error"] < layer["rounding_output_error"] for layer in record["layers"] if layer["refit"])

@@ -65,6 +65,14 @@ def test_a_table_of_positions_counts_as_an_embedding(tmp_path: Path) -> None:
     assert [part.error for part in parts if part.name in EXACT] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("running", [None, 1])
+def test_recurrent_states_count_as_cache(running: int | None, tmp_path: Path) -> None:
+    make(tmp_path, *CASES["mamba2-2-groups"])
+    opened = open_model_folder(tmp_path)
+    parts = measure_memory(opened, MemoryPlan(opened.config, context=48, batch=2, running=running), CPU)
+    assert [part.error for part in parts if part.name in EXACT] == [0, 0, 0]
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")

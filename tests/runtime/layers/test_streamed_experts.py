@@ -20,7 +20,7 @@ from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.layer import Fetch
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.feed_forward import Experts
-from mycli.runtime.layers.streamed_experts import ExpertReads
+from mycli.runtime.layers.streamed_experts import ExpertReads, StreamedExperts
 from mycli.runtime.memory.resident import most_experts
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
@@ -140,6 +140,16 @@ def test_what_is_chosen_again_is_found(packed: Path) -> None:
     since = reads_of(runner).since(before)
     assert since.requested == since.resident == 3 * runner.config.layers and since.hit_rate == 1
     assert since.nbytes == 0 and since.gigabytes_per_second is None
+
+
+def test_only_the_next_piece_is_prefetched(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, order = next(load(packed, 3).model.layers()).mlp, list[tuple[str, tuple[int, ...]]]()
+    assert isinstance(mlp, StreamedExperts)
+    monkeypatch.setattr(mlp, "_prefetch", lambda experts: order.append(("prefetch", tuple(experts))))
+    monkeypatch.setattr(mlp, "_take", lambda experts: order.append(("take", tuple(experts))) or 0)
+    pieces = [tuple(piece) for piece in mlp.pieces(range(12))]
+    steps = [(("prefetch", later), ("take", piece)) for piece, later in zip(pieces, pieces[1:], strict=False)]
+    assert len(pieces) == 4 and order == [step for pair in steps for step in pair] + [("take", pieces[-1])]
 
 
 WAYS = pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1), (70,)], ids=["steps", "prompt"])

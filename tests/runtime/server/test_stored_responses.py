@@ -70,7 +70,7 @@ def test_input_items_are_listed_in_pages(scripted: Scripted, reasoning: LoadedMo
         assert [part["type"] for part in texts] == ["input_text", "output_text", "input_text", "output_text"]
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "limit=-1", "order=up"])
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=0100", "limit=x", "limit=-1", "order=up"])
 def test_a_wrong_page_is_refused(scripted: Scripted, query: str) -> None:
     with scripted(TEXT) as served:
         answer = served.ask("GET", f"/v1/responses/{ask(served).json['id']}/input_items?{query}")

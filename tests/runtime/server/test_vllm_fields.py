@@ -187,6 +187,11 @@ def test_a_prompt_is_cut_to_what_leaves_room(served: Served, path: str) -> None:
         assert refused.status == 400 and refused.error["param"] == "truncate_prompt_tokens"
 
 
+def test_a_reply_without_a_limit_fills_the_context(served: Served) -> None:
+    answer = served.ask("POST", TEXT, {"prompt": [5], "max_tokens": -1, "ignore_eos": True, "temperature": 0})
+    assert answer.json["usage"]["total_tokens"] == 512 + 1 and answer.json["choices"][0]["finish_reason"] == "length"
+
+
 def test_strings_in_a_list_of_content_are_text(scripted: Scripted) -> None:
     parts = ["one", {"type": "text", "text": "two"}]
     blocks = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]

@@ -238,7 +238,7 @@ def test_ends_by_key_and_by_text() -> None:
     metadata = sentencepiece(**{"tokenizer.ggml.eot_token_id": 3})
     metadata["tokenizer.ggml.tokens"][-2] = "<|im_end|>"
     assert eos_token_ids(as_read(metadata)) == [2, 3, len(metadata["tokenizer.ggml.tokens"]) - 2]
-    assert eos_token_ids(as_read(sentencepiece(**{"tokenizer.ggml.eos_token_ids": [4, 1 << 30, -1]}))) == [2, 4]
+    assert eos_token_ids(as_read(sentencepiece(**{"tokenizer.ggml.eos_token_ids": [4, 0, 1 << 30, -1]}))) == [2, 4, 0]
     assert eos_token_ids(as_read(sentencepiece(**{"tokenizer.ggml.eos_token_ids": [4.0]}))) == [2]
 
 
