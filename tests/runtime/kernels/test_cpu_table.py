@@ -25,6 +25,7 @@ def weight(kind: Codes, group: int | None, dtype: torch.dtype = torch.float32, r
     generator = torch.Generator().manual_seed(group or 0)
     packing = Packing(code_bits(kind), group, codes=kind)
     values = code_table(packing)
+    assert len(values) == 1 << packing.bits
     good = torch.arange(len(values))[values.isfinite()].to(torch.uint8)
     codes = good[torch.randint(0, len(good), (rows, COLUMNS), generator=generator)]
     scales = torch.randn(rows, packing.groups(COLUMNS), generator=generator).to(dtype)

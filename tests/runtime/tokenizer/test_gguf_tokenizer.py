@@ -14,7 +14,7 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.gguf_bpe import derived_merges, pre_tokenizer
+from mycli.runtime.tokenizer.gguf_bpe import _stored_merges, derived_merges, pre_tokenizer
 from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, tokenizer_json, tokenizer_settings
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -225,6 +225,12 @@ def test_merges_that_scores_do_not_express_are_refused(merges: list[list[str]], 
     raw |= {"model": {**raw["model"], "vocab": vocabulary, "merges": merges}, "added_tokens": []}
     with pytest.raises(ModelError, match=message):
         tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), 7)
+
+
+def test_merges_of_tokens_with_spaces_are_split_between_two_tokens() -> None:
+    vocabulary = {text: index for index, text in enumerate(("a b", "c", "a bc", "x", "y z", "xy z"))}
+    metadata = Fields({"tokenizer.ggml.merges": ["a b c", "x y z"]}, "x.gguf")
+    assert _stored_merges(metadata, vocabulary) == [["a b", "c"], ["x", "y z"]]
 
 
 def test_merges_follow_scores_not_places() -> None:
