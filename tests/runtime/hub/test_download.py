@@ -297,3 +297,11 @@ def test_a_link_to_other_contents_is_replaced_and_a_right_one_stays(server: HubS
     (folders / "models--org--tiny" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()).unlink()
     fetch(server)
     assert link.lstat().st_ino == before and (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_link_that_is_missing_is_made_from_contents_at_hand(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    link = fetch(server).folder / "config.json"
+    link.unlink()
+    fetch(server)
+    assert link.read_bytes() == FILES["config.json"]
