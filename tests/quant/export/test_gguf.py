@@ -9,18 +9,22 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export import gguf as writer
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
+from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.resolve import Source
 from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.fuzz_models import in_blocks
+from tests.support import quantizing
 from tests.support.engines import whole
 from tests.support.exports import dense_values, export_to
 from tests.support.fim_model import MARKS, write_fim_tokenizer
@@ -89,6 +93,38 @@ def test_blocks_of_a_file_are_copied(kind: str, pico_f32: Path, tmp_path: Path) 
         assert np.array_equal(tensor.data, quants.dequantize(original.data, original.tensor_type)), tensor.name
     with pytest.raises(ModelError, match="fp32 values that BF16 does not hold"):
         export_to(source, "gguf:bf16", tmp_path / "half.gguf")
+
+
+def _packed(folder: Path, bits: int) -> Path:
+    dense = random_model(folder / "dense")
+    return quantizing.make(Source("dense", dense), folder / "packed", Recipe("rtn", bits=bits, group=32)).folder
+
+
+def test_groups_with_offsets_are_q4_1(tmp_path: Path) -> None:
+    offsets = export_to(_packed(tmp_path, 4), "mlx", tmp_path / "mlx").path
+    done = export_to(offsets, "gguf", tmp_path / "out.gguf")
+    assert done.kinds["Q4_1"] == 21 and not done.rounded
+    before, after = dense_values(offsets), dense_values(done.path)
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+
+
+def test_groups_of_8_bits_with_offsets_are_rounded_to_q8_0(tmp_path: Path) -> None:
+    offsets = export_to(_packed(tmp_path, 8), "mlx", tmp_path / "mlx").path
+    with pytest.raises(ModelError, match="int8-g32-offset weights, which Q8_0 does not hold exactly"):
+        export_to(offsets, "gguf", tmp_path / "out.gguf")
+    done = export_to(offsets, "gguf", tmp_path / "out.gguf", requantize=True)
+    assert done.kinds["Q8_0"] == len(done.rounded) == 21
+
+
+def test_scales_beyond_half_precision_are_rounded_on_request(tmp_path: Path) -> None:
+    folder, name = _packed(tmp_path, 4), "model.layers.0.mlp.down_proj"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight_scale"][0, 0] = 1e-9
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{name}.weight: its scales are not float16 values, which Q4_0 needs"):
+        export_to(folder, "gguf", tmp_path / "out.gguf")
+    (rounded,) = export_to(folder, "gguf", tmp_path / "out.gguf", requantize=True).rounded
+    assert rounded.name == f"{name}.weight" and 0 < rounded.error < 1e-9
 
 
 def test_metadata_comes_back_as_the_config_it_was(tmp_path: Path) -> None:
