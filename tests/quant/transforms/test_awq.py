@@ -52,6 +52,8 @@ def block(model_type: str, seed: int = 0) -> Block:
     for module in made.modules():
         if isinstance(module, RMSNorm):
             module.weight = 1 + 0.3 * torch.randn(module.weight.shape, generator=generator)
+            if module.spec.bias:
+                module.bias = torch.randn(module.weight.shape, generator=generator)
         elif isinstance(module, Linear):
             weight = torch.randn(module.out_features, module.in_features, generator=generator) / 4
             module.replace(weight)
@@ -90,6 +92,15 @@ def test_the_block_computes_what_it_did(model_type: str, product: str) -> None:
     if product == "o" and model_type == "qwen2":
         expected["o"] = "self_attn.v_proj.bias"
     assert set(changed) == ({f"model.layers.0.{expected[product]}"} if product in expected else set())
+
+
+def test_the_bias_of_a_norm_is_divided_with_its_gain() -> None:
+    before, after, changed = block("starcoder2"), block("starcoder2"), list[str]()
+    for product in ("qkv", "gate_up"):
+        changed += fold(after, product, scale_for(after, product), lambda _: torch.float32)[0]
+    assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    assert sorted(changed) == [f"model.layers.0.{norm}.{part}" for norm in norms for part in ("bias", "weight")]
 
 
 def test_columns_follow_a_gain_as_it_is_stored() -> None:
