@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mycli.cli.commands.doctor import _path
 from mycli.cli.main import main
 from mycli.runtime.device.bandwidth import recorded_bandwidth
 from mycli.runtime.device.nvml import Gpu
@@ -13,8 +15,10 @@ from mycli.runtime.diagnostics import selftest as doctor
 from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.errors import Declined, ExitCode, ResourceError
 from mycli.runtime.kernels.cpu.library import build as cpu_build
+from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.busy_device import busy_once
+from tests.support.models import CPU
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +81,24 @@ def test_says_why_replies_are_slow_without_a_compiler(
     assert call() == ExitCode.OK
     text = " ".join(capsys.readouterr().out.split())
     assert "not available: no GNU C++ compiler found (install g++, or set CXX); torch's 4-bit operator" in text
+
+
+@pytest.mark.parametrize(
+    ("best", "requested", "text"),
+    [
+        ("avx2", "", "the best for this machine"),
+        ("avx512", "", "avx512 is not supported by the compiler or the system"),
+        ("avx2", "avx2", "set by MYCLI_CPU_ISA"),
+        ("avx512", "avx2", "set by MYCLI_CPU_ISA; this machine supports avx512"),
+    ],
+)
+def test_the_instruction_set_is_explained(
+    best: str, requested: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_build, "native", lambda: SimpleNamespace(isa="avx2", compiled=None))
+    monkeypatch.setattr(isa, "best_set", lambda flags: best)
+    monkeypatch.setattr(isa, "requested_set", lambda flags: requested)
+    assert _path(CPU) == [("CPU kernel", f"native, avx2: {text}; prebuilt")]
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

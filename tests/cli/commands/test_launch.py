@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -126,6 +127,17 @@ def test_an_agent_that_a_signal_ended_has_the_exit_code_of_a_shell(
     for script, code in (("kill -9 $$", 137), ("exit 0", 0), ("exit 3", 3)):
         program.write_text(f"#!/bin/sh\n{script}\n")
         assert mycli("launch", "aider", env=programs).returncode == code
+
+
+def test_the_command_is_printed_as_a_shell_reads_it(
+    mycli: Mycli, programs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = nullcontext(("http://127.0.0.1:9", "a model"))
+    monkeypatch.setattr(sys.modules[agent_setup.__module__], "_server", lambda call, model, context: server)
+    printed = mycli("launch", "claude", "--print", "--", "two words", env=programs).stdout
+    words = shlex.split(printed)
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:9" in words and "ANTHROPIC_MODEL=a model" in words
+    assert words[-1] == "two words" and Path(words[-2]).name == "claude" and not Path(programs["OUT"]).exists()
 
 
 def test_sigterm_ends_the_agent_too(environment: dict[str, str], programs: dict[str, str]) -> None:
