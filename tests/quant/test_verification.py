@@ -17,7 +17,7 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.quant.readers import Reading, _transformers_child
 from mycli.quant.recipe import Recipe
-from mycli.quant.verification import MISSING, Fault, Verified, tokens_to_score, verify_reading
+from mycli.quant.verification import MISSING, Fault, Verified, _difference, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
@@ -332,3 +332,13 @@ def test_a_rounding_program_may_differ_more(tmp_path: Path) -> None:
         if fails:
             with pytest.raises(GateError, match=r"0\.\d+ nats, more than 0\.5"):
                 verify._require_equal(verified, "m")
+
+
+def test_likeliest_tokens_are_compared_where_both_have_them() -> None:
+    ours = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    shared = {3: float(ours[3]) + 0.25, 2: float(ours[2]) - 0.5}
+    assert _difference(ours, shared, True) == (pytest.approx(0.5), 1.0)
+    assert _difference(ours, {3: float(ours[3]) + 0.25, 0: 9.0}, True) == (pytest.approx(0.25), 0.5)
+    assert _difference(ours, {0: 0.0, 1: 0.0}, True) == (float("inf"), 0.0)
+    logits = {index: float(value) + 3 for index, value in enumerate(ours)}
+    assert _difference(ours, logits, False) == (pytest.approx(0, abs=1e-6), None)

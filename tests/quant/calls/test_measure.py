@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from mycli.quant.calls import measure
-from mycli.quant.calls.measure import StructuredReply, count_calls, is_valid, measure_structure, structured_reply
+from mycli.quant.calls.measure import (
+    StructuredReply,
+    _agreement,
+    _is_expected,
+    count_calls,
+    is_valid,
+    measure_structure,
+    structured_reply,
+)
 from mycli.quant.calls.prompts import TOOLS, call_prompts
-from mycli.quant.calls.record import CallCounts
+from mycli.quant.calls.record import CallCounts, TokenAgreement
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
@@ -111,6 +119,21 @@ def test_valid_calls(name: str, arguments: str, valid: bool) -> None:
 
 def test_a_reply_without_calls_is_not_valid() -> None:
     assert not is_valid((), list(TOOLS.values()))
+
+
+def test_the_expected_call_is_one_with_equal_arguments() -> None:
+    prompt = call_prompts()[0]
+    right = prompt.name, json.dumps(dict(prompt.arguments), indent=2)
+    assert _is_expected((right,), prompt)
+    for wrong in (("other", right[1]), (prompt.name, "{}"), (prompt.name, right[1][:-1])):
+        assert not _is_expected((wrong,), prompt)
+    assert not _is_expected((), prompt) and not _is_expected((right, right), prompt)
+
+
+def test_no_token_of_a_kind_agrees_entirely() -> None:
+    kl, same = torch.tensor([0.5, 0.25, 4.0]), torch.tensor([1.0, 0.0, 0.0])
+    assert _agreement(kl, same, (True, True, False)) == TokenAgreement(2, 0.375, 0.5)
+    assert _agreement(kl, same, (False, False, False)) == TokenAgreement(0, 0.0, 1.0)
 
 
 def test_replies_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

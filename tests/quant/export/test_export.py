@@ -373,6 +373,8 @@ def test_biases_that_mlx_would_round_are_refused() -> None:
     )
     with pytest.raises(ModelError, match="bfloat16 does not hold"):
         mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=False)
+    _, error = mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=True)
+    assert error == pytest.approx((2**-10 / (7 - 2**-10)) ** 2)  # codes of 0 mean -7 + 2^-10
 
 
 @pytest.mark.parametrize(
