@@ -18,6 +18,13 @@ def test_a_pipe_is_a_conversation_of_lines(mycli: Mycli) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+@pytest.mark.parametrize(("limit", "cut"), [("4", True), ("200", False)])
+def test_a_reply_that_its_limit_ends_is_named(limit: str, cut: bool, mycli: Mycli) -> None:
+    done = mycli("chat", "pico", "-t", "0", "-n", limit, "--device", "cpu", input="My name is Leo.\n")
+    assert done.returncode == 0 and ("(stopped after 4 tokens)" in done.stderr) is cut
+    assert ("stopped after" in done.stderr) is cut
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(subprocess.Popen, {"LC_ALL": "C"}), (ForkedProcess, {"PYTHONIOENCODING": "utf-8:strict"})],

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.command_line import Mycli
 from tests.support.hub_server import Fault, HubServer, hub_server
+from tests.support.other_stores import lm_studio
 from tests.support.paths import PICO
 
 FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
@@ -43,6 +44,17 @@ def test_a_gguf_file_is_a_model_to_fetch(server: HubServer, mycli: Mycli, tmp_pa
     assert pulled.returncode == 0 and pulled.stdout.endswith("made.gguf\n"), pulled.stderr
     asked = ("run", "org/files:made.gguf", "What is the capital of Japan?", "-t", "0", "--device", "cpu")
     assert "Tokyo" in mycli(*asked).stdout
+
+
+def test_what_is_here_under_a_name_is_not_asked_of_the_hub(
+    server: HubServer, mycli: Mycli, environment: dict[str, str], tmp_path: Path
+) -> None:
+    assert mycli("export", "pico", "--to", "gguf", "-o", str(tmp_path / "made.gguf")).returncode == 0
+    stored = lm_studio(Path(environment["HOME"]), (tmp_path / "made.gguf").read_bytes(), "org/pico-copy/made.gguf")
+    local = mycli("pull", "nothing-here")
+    assert local.returncode == 4 and "nothing-here" in local.stderr
+    found = mycli("pull", REPO)
+    assert found.returncode == 0 and found.stdout == f"{stored}\n" and not server.log
 
 
 @pytest.mark.parametrize("options", [("-o", "copy"), ("--overwrite",), ("--restart",)], ids=" ".join)
