@@ -131,15 +131,19 @@ def _quality(info: ModelInfo) -> list[tuple[str, str]]:
 
 def _heads(config: ModelConfig) -> str:
     kinds = Counter((spec.heads, spec.kv_heads, spec.head_dim) for spec in config.attentions)
-    texts = [(f"{heads} of {size}, {kv} for keys and values", count) for (heads, kv, size), count in kinds.items()]
-    shared = sum(spec.kv_source is not None for spec in config.attentions)
-    rest = f"; {shared} of {config.layers} layers share the KV cache of another" if shared else ""
-    if config.has_recurrent:
-        recurrent = sum(spec.recurrent is not None for spec in config.layer_specs)
-        rest += f"; {recurrent} of {config.layers} layers are recurrent"
-    elif len(texts) == 1:
-        return texts[0][0] + rest
-    return "; ".join(f"{text} in {count} of {config.layers} layers" for text, count in texts) + rest
+    texts = [
+        f"{heads} of {size}, {kv} for keys and values" + ("" if count == config.layers else _in_layers(config, count))
+        for (heads, kv, size), count in kinds.items()
+    ]
+    if shared := sum(spec.kv_source is not None for spec in config.attentions):
+        texts.append(f"{shared} of {config.layers} layers share the KV cache of another")
+    if recurrent := sum(spec.recurrent is not None for spec in config.layer_specs):
+        texts.append(f"{recurrent} of {config.layers} layers are recurrent")
+    return "; ".join(texts)
+
+
+def _in_layers(config: ModelConfig, count: int) -> str:
+    return f" in {count} of {config.layers} layers"
 
 
 def _mlp(config: ModelConfig) -> str:
@@ -149,7 +153,7 @@ def _mlp(config: ModelConfig) -> str:
     if not mixtures:
         return f"MLP {config.intermediate_size}"
     experts = mixtures[0]
-    where = "" if len(mixtures) == config.layers else f" in {len(mixtures)} layers"
+    where = "" if len(mixtures) == config.layers else _in_layers(config, len(mixtures))
     return f"{len(experts.experts)} experts of {experts.size}{where}, {experts.top_k} per token"
 
 
