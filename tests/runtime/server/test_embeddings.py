@@ -15,6 +15,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mycli.runtime.engine.loading import loader
+from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.errors import UserError
+from mycli.runtime.server.embedding import VectorReader
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
 from tests.support.embedding_models import (
@@ -351,3 +354,11 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, name: str, s
         with serving(*load_fp32(path), ServerSettings((name,))) as served:
             assert abs(vectors(served, TEXTS) - expected).max() < 1e-5
             assert abs(vectors(served, TEXTS, prompt_name="query") - prompted).max() < 1e-5
+
+
+def test_a_text_that_fails_has_its_error_and_no_vector() -> None:
+    reader = VectorReader(3, lambda hidden: hidden.mean(0))
+    failed = reader.feed(SequenceOutput(0, finish_reason="error", error=UserError("out of memory")))
+    assert (failed.index, failed.end, failed.problem, failed.vector) == (3, "error", "out of memory", None)
+    done = reader.feed(SequenceOutput(0, finish_reason="stop", hidden=torch.tensor([[1.0], [3.0]])))
+    assert done.vector is not None and done.vector.tolist() == [2.0] and not done.problem

@@ -192,8 +192,11 @@ def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> N
 )
 def test_tokens_around_a_text_are_those_that_the_file_asks_for(changes: dict[str, Any], added: list[int]) -> None:
     converted = tokenizer_json(as_read(sentencepiece(**changes)))
-    ids = tokenizers.Tokenizer.from_str(json.dumps(converted)).encode("x").ids
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(converted))
+    ids = tokenizer.encode("x").ids
     assert [5 if index not in (1, 2) else index for index in (ids[0], ids[-1])] == added
+    plain, end = tokenizer.encode("y", add_special_tokens=False).ids, [2] if added[1] == 2 else []
+    assert tokenizer.encode("x", "y").ids == [*ids, *plain, *end], "a second text has no begin token"
 
 
 @pytest.mark.parametrize("prefix", [True, False])
