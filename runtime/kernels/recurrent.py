@@ -99,6 +99,11 @@ class ScanSizes:
     head_dim: int
     state_dim: int
     limits: tuple[float, float]
+    by_channel: bool = False  # a step of each column and a rate of each value of a state (Mamba-1); one head
+
+    @property
+    def steps(self) -> int:
+        return self.head_dim if self.by_channel else self.heads
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool) -> Tensor:
@@ -198,11 +203,13 @@ def gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, silu: bool) ->
 def scan(
     x: Tensor, steps: Tensor, rate: Tensor, dt_bias: Tensor, skip: Tensor, state: Tensor, runs: Runs, sizes: ScanSizes
 ) -> Tensor:
-    """Apply Mamba-2's recurrence to x [rows, heads * head_dim + 2 * groups * state_dim]: [rows, heads * head_dim]."""
+    """Apply Mamba's recurrence to x [rows, heads * head_dim + 2 * groups * state_dim]: [rows, heads * head_dim]."""
     # x: x, B and C after the convolution; steps [rows, heads]: dt; rate fp32 [heads] = -exp(A), dt_bias and skip fp32
-    # [heads], as in `MambaSpec`. state fp32 [slots, heads, state_dim, head_dim] is updated.
+    # [heads], as in `MambaSpec`. By channel, as in `SelectiveSpec`: rate [state_dim, head_dim], the others [..,
+    # head_dim]. state fp32 [slots, heads, state_dim, head_dim] is updated.
+    scan_states = _scan_channels if sizes.by_channel else _scan_states
     parts = [
-        _scan_states(x[first:end].float(), steps[first:end].float(), rate, dt_bias, skip, state[slot], sizes)
+        scan_states(x[first:end].float(), steps[first:end].float(), rate, dt_bias, skip, state[slot], sizes)
         for (first, end), slot in zip(pairwise(runs.starts), runs.slots, strict=True)
         if first < end
     ]
@@ -241,6 +248,20 @@ def _scan_chunk(state: Tensor, query: Tensor, key: Tensor, written: Tensor, deca
     read = (query * grown) @ state + (query @ key.transpose(-1, -2) * between) @ written
     left = (total[:, -1:] - total).exp().unsqueeze(-1)
     return read, state * grown[:, -1:] + (key * left).transpose(-1, -2) @ written
+
+
+def _scan_channels(
+    x: Tensor, steps: Tensor, rate: Tensor, dt_bias: Tensor, skip: Tensor, state: Tensor, sizes: ScanSizes
+) -> Tensor:
+    # Token by token: for chunks, each pair of tokens would have a decay of each value of the state.
+    values, keys, queries = torch.split(x, [sizes.head_dim, sizes.state_dim, sizes.state_dim], dim=-1)
+    size = functional.softplus(steps + dt_bias).clamp(*sizes.limits)
+    written, current, outputs = values * size, state[0].clone(), []
+    for row in range(len(x)):
+        current = current * (rate * size[row]).exp() + keys[row].unsqueeze(-1) * written[row]
+        outputs.append(queries[row] @ current)
+    state.copy_(current.detach())
+    return torch.stack(outputs) + values * skip
 
 
 def group_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, groups: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692), Mamba-2.
+"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692), Mamba.
 
 The states of a pass are in the slots of a `StateStore` (`BatchStates`), or start at zero for whole prompts
 (`PromptStates`).
@@ -23,6 +23,7 @@ from mycli.runtime.models.recurrent_spec import (
     KimiDeltaSpec,
     MambaSpec,
     RecurrentSpec,
+    SelectiveSpec,
     ShortConvSpec,
 )
 
@@ -302,7 +303,55 @@ class Mamba(nn.Module):
         return SCAN(x, steps, self.rate, self.dt_bias, self.skip, matrices, runs, self.sizes)
 
 
-Mixer = DeltaNet | KimiDelta | Mamba | ShortConv
+class Selective(nn.Module):
+    """Mamba-1 between the products `projection` and `out`; see `SelectiveSpec`."""
+
+    def __init__(self, spec: SelectiveSpec, layer: int) -> None:
+        super().__init__()
+        self.spec, self._layer = spec, layer
+        self.sizes = ScanSizes(1, 1, spec.channels, spec.state_dim, (0.0, float("inf")), by_channel=True)
+        self.widths = (spec.channels,)
+        self.projection = Linear((spec.projection,))
+        self.convolution = Convolution(spec.convolution)
+        self.select = Linear((spec.select,))
+        self.norms = nn.ModuleList(RMSNorm(norm) for norm in spec.select_norms)
+        self.step = Linear((spec.step,))
+        self.out = Linear((spec.out,))
+        self.unquantized = (self.select, self.step)
+        self.rate, self.dt_bias, self.skip = (torch.empty(0, device="meta") for _ in range(3))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are neither linears nor norms."""
+        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes + self.skip.nbytes
+
+    def load(self, weights: CheckpointWeights) -> None:
+        self.convolution.load(weights)
+        names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
+        decay, self.dt_bias, self.skip = (weights.read(name, torch.float32) for name in names)
+        self.rate = -decay.exp().T.contiguous()
+
+    def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
+        """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""
+        mixed, gate = projected.chunk(2, dim=-1)
+        scanned = states.advance(self._layer, self.spec, (mixed,), self.advance)
+        return ACTIVATION["silu", True](torch.cat((gate, scanned), dim=-1))
+
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs | DeviceRuns) -> Tensor:
+        """Advance the states by rows of the convolution input; an `Advance`."""
+        inputs, matrices = states
+        x = CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, inputs, runs, True)
+        dimension = self.spec.state_dim
+        selected = torch.split(self.select(x), [self.spec.step.in_features, dimension, dimension], dim=-1)
+        if self.norms:
+            selected = tuple(norm(part) for norm, part in zip(self.norms, selected, strict=True))
+        low, *matrix_rows = selected
+        steps = self.step(low.contiguous())
+        row = torch.cat((x, *matrix_rows), dim=-1)
+        return SCAN(row, steps, self.rate, self.dt_bias, self.skip, matrices, runs, self.sizes)
+
+
+Mixer = DeltaNet | KimiDelta | Mamba | Selective | ShortConv
 
 
 def make_mixer(spec: RecurrentSpec, layer: int) -> Mixer:
@@ -311,4 +360,6 @@ def make_mixer(spec: RecurrentSpec, layer: int) -> Mixer:
         return DeltaNet(spec, layer)
     if isinstance(spec, KimiDeltaSpec):
         return KimiDelta(spec, layer)
+    if isinstance(spec, SelectiveSpec):
+        return Selective(spec, layer)
     return Mamba(spec, layer) if isinstance(spec, MambaSpec) else ShortConv(spec, layer)

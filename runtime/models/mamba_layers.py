@@ -1,10 +1,14 @@
-"""Builds Mamba-2 mixers from the config keys of Bamba and its relatives."""
+"""Builds Mamba-1 and Mamba-2 mixers from the config keys of the families that have them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, NormSpec
-from mycli.runtime.models.recurrent_spec import ConvolutionSpec, MambaSpec
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, MambaSpec, SelectiveSpec
 from mycli.runtime.utils.json_fields import Fields
 
 _MOST = 1 << 16  # heads, or values of a head
@@ -103,6 +107,122 @@ def read_step_limits(raw: Fields) -> tuple[float, float]:
 
 
 _INFINITY = {"__float__": "Infinity"}
+
+
+# A recurrent state has no longest context. transformers names none either; llama.cpp takes this one.
+_CONTEXT = 1 << 20
+
+
+def without_attention(
+    raw: Fields, inner: int, build_layer: Callable[[ModelConfig, int], LayerSpec], **defaults: Any
+) -> ModelConfig:
+    """Return the config of a model of mixers alone. inner: the width of a mixer; defaults: the family's."""
+    # `common` requires fields of attention and MLPs. The model has neither, so their values are never used.
+    fields = hf_config.common(
+        Fields(
+            {
+                "rms_norm_eps": raw.number("layer_norm_epsilon", 1e-5, low=1e-30, high=1.0),
+                "max_position_embeddings": _CONTEXT,
+                **defaults,
+                **{
+                    key: value
+                    for key, value in raw.values.items()
+                    if key not in ("layer_types", "num_heads", "head_dim")
+                },
+                "num_attention_heads": 1,
+                "head_dim": 64,
+                "intermediate_size": inner,
+            },
+            raw.source,
+        ),
+        activations=hf_config.SILU,
+    )
+    return ModelConfig(
+        **fields,
+        layer_ropes=(None,) * fields["layers"],
+        final_norm="model.norm_f",
+        stored_prefixes=(
+            ("backbone.embeddings.", "model.embed_tokens."),
+            ("backbone.embedding.", "model.embed_tokens."),  # files of before transformers 4.39
+            ("backbone.", "model."),
+        ),
+        build_layer=build_layer,
+    )
+
+
+@dataclass(frozen=True)
+class SelectiveLayers:
+    """The sizes of Mamba-1 mixers, as in `SelectiveSpec`. rank: of the projection to steps.
+
+    norms: names of the norms of dt, B and C within the mixer, None each for norms without a weight, or none at all; eps
+    is theirs.
+    """
+
+    channels: int
+    state_dim: int
+    rank: int
+    taps: int
+    bias: bool
+    convolution_bias: bool
+    norms: tuple[str | None, ...] = ()
+    eps: float = 1e-6
+    norm: str = "norm"  # of the layer
+
+    def mixer(self, config: ModelConfig, index: int, name: str) -> SelectiveSpec:
+        """Return the mixer of a layer, whose tensors are called `model.layers.<index>.<name>`."""
+        layer, hidden, channels = f"model.layers.{index}", config.hidden_size, self.channels
+        name, widths = f"{layer}.{name}", (self.rank, self.state_dim, self.state_dim)
+        return SelectiveSpec(
+            self.state_dim,
+            norm=config.norm_spec(f"{layer}.{self.norm}"),
+            projection=LinearSpec(f"{name}.in_proj", 2 * channels, hidden, self.bias),
+            convolution=ConvolutionSpec(f"{name}.conv1d", channels, self.taps, self.convolution_bias),
+            select=LinearSpec(f"{name}.x_proj", sum(widths), channels),
+            select_norms=tuple(
+                NormSpec(norm and f"{name}.{norm}", width, self.eps)
+                for norm, width in zip(self.norms, widths, strict=bool(self.norms))
+            ),
+            step=LinearSpec(f"{name}.dt_proj", channels, self.rank),
+            decay=f"{name}.A_log",
+            dt_bias=f"{name}.dt_proj.bias",
+            skip=f"{name}.D",
+            out=LinearSpec(f"{name}.out_proj", hidden, channels, self.bias),
+            residual_scale=config.residual_scale,
+        )
+
+
+@dataclass(frozen=True)
+class PlainSelectiveLayers:
+    """Builds layers of a Mamba-1 mixer alone."""
+
+    mamba: SelectiveLayers
+
+    def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
+        return LayerSpec(index, self.mamba.mixer(config, index, "mixer"), None)
+
+
+def read_plain_selective(raw: Fields, norms: tuple[None, ...] = ()) -> ModelConfig:
+    """Read the config of Mamba and Falcon-Mamba; norms: of dt, B and C, as in `SelectiveLayers`."""
+    # Falcon-Mamba 7B has an `expand` of 16 that its intermediate_size contradicts; transformers reads the latter.
+    inner = raw.integer("intermediate_size", raw.integer("expand", 2, high=64) * raw.integer("hidden_size"))
+    mamba = SelectiveLayers(
+        inner,
+        raw.integer("state_size", 16, high=_MOST),
+        read_rank(raw, "time_step_rank"),
+        raw.integer("conv_kernel", 4, low=2, high=64),
+        raw.boolean("use_bias", False),
+        raw.boolean("use_conv_bias", True),
+        norms,
+        raw.number("mixer_rms_eps", 1e-6, low=1e-30, high=1.0),
+    )
+    return without_attention(raw, inner, PlainSelectiveLayers(mamba), tie_word_embeddings=True)
+
+
+def read_rank(raw: Fields, key: str) -> int:
+    """Return the rank of the projection to steps: `key`, by default "auto", a sixteenth of hidden_size rounded up."""
+    if raw.values.get(key, "auto") == "auto":
+        return -(-raw.integer("hidden_size") // 16)
+    return raw.integer(key, high=_MOST)
 
 
 def recurrent_layers(raw: Fields, layers: int) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Declarations of recurrent token mixers: Gated DeltaNet, Kimi Delta Attention, Mamba-2, gated short convolutions.
+"""Declarations of recurrent token mixers: Gated DeltaNet, Kimi Delta Attention, Mamba-1 and -2, short convolutions.
 
 Names and shapes of tensors and of the states that replace keys and values. Without torch.
 """
@@ -310,4 +310,75 @@ class MambaSpec:
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
 
 
-RecurrentSpec = DeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec
+@dataclass(frozen=True)
+class SelectiveSpec:
+    """Mamba-1 (arXiv 2312.00752): a state space layer with a state [state_dim] and a step per channel.
+
+    With dt, B and C = `select`(x), each normalized where there are `select_norms`, and t = softplus(`step`(dt) +
+    dt_bias): S <- exp(-exp(A) t) S + B (t x), output S^T C + D x. Outputs are multiplied by SiLU(z) before `out`.
+
+    projection: x, which passes the convolution and SiLU, then z.
+    decay, dt_bias, skip: names of the tensors A [channels, state_dim], dt_bias and D [channels].
+    """
+
+    state_dim: int
+    norm: NormSpec | None
+    projection: LinearSpec
+    convolution: ConvolutionSpec
+    select: LinearSpec
+    select_norms: tuple[NormSpec, ...]
+    step: LinearSpec
+    decay: str
+    dt_bias: str
+    skip: str
+    out: LinearSpec
+    output_norm: NormSpec | None = None
+    residual_scale: float = 1.0
+
+    @property
+    def channels(self) -> int:
+        return self.convolution.channels
+
+    @property
+    def unquantized(self) -> tuple[LinearSpec, ...]:
+        # 4 % of a layer's weights in Falcon-Mamba 7B; their outputs are exponents of the decay, as for `DeltaNetSpec`.
+        return self.select, self.step
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        return {"recurrent_in": (self.projection,), "recurrent_out": (self.out,)}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        return self.select_norms
+
+    def input_source(self, product: str) -> InputSource:
+        return self.norm if product == "recurrent_in" else None  # the scan is not linear in any rows of a product
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each tensor that is neither a norm nor a linear of a product."""
+        yield from self.convolution.tensors()
+        yield self.decay, (self.channels, self.state_dim)
+        for name in (self.dt_bias, self.skip):
+            yield name, (self.channels,)
+
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of the states of one sequence."""
+        # Channels last, as a head's dimensions in `MambaSpec`: to the scan this is one head with a step per column.
+        return self.convolution.state_shape, (1, self.state_dim, self.channels)
+
+    def forward_values(self) -> int:
+        """Return the number of activation values per token of a forward pass, for the memory model."""
+        # Projected, convolved, dt with B and C twice (normed), steps twice (in fp32), scanned, gated, projected.
+        small = 2 * self.select.out_features
+        return self.projection.out_features + small + 7 * self.channels + self.out.out_features
+
+    def draft_values(self) -> int:
+        return self.projection.out_features
+
+    def training_values(self) -> int:
+        """Return the number of values per token of a forward and backward pass."""
+        # As for `DeltaNetSpec`; the scan holds four fp32 values of a state for each token.
+        states = 2 * 4 * self.state_dim * self.channels
+        return 2 * self.forward_values() + 2 * self.convolution.taps * self.channels + states
+
+
+RecurrentSpec = DeltaNetSpec | KimiDeltaSpec | MambaSpec | SelectiveSpec | ShortConvSpec

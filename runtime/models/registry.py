@@ -25,7 +25,6 @@ _REASONS = {
         "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm5_next glm5_next_text glm_moe_dsa hy_v4 "
         "minimax_m3_vl minimax_m3_vl_text mistral_large4 mistral_large4_text qwen4_exp qwen4_exp_text"
     ),
-    "its Mamba-1 layers are not implemented": "falcon_mamba jamba mamba zamba",
     "its recurrent layers are not implemented": "recurrent_gemma rwkv xlstm",
     "its lightning attention is not implemented": "minimax",
     "its attention over permuted or hashed positions is not implemented": "reformer xlnet",
@@ -42,6 +41,7 @@ _REASONS = {
         "gemma4_assistant gemma4_unified_assistant"
     ),
     "its blocks that several layers share, each with an adapter of its own, are not implemented": "zamba2",
+    "its blocks that several layers share are not implemented": "zamba",
     "its layers of two attentions with a shortcut mixture of experts are not implemented": "longcat_flash",
     "its experts of attention heads are not implemented": "jetmoe",
     "its logits by relative position and convolutions inside layers are not implemented": (

@@ -72,6 +72,10 @@ RUNS: dict[str, Run] = {
     "delta rules": (recurrent.ruled, (DeltaSizes(4, 2, 16, 32), torch.bfloat16, 1)),
     "delta rules by channel": (recurrent.ruled, (DeltaSizes(3, 3, 16, 16, by_channel=True), torch.bfloat16, 1)),
     "scans": (recurrent.scanned, (ScanSizes(4, 2, 16, 16, (0.0, float("inf"))), torch.bfloat16, 1)),
+    "scans by channel": (
+        recurrent.scanned,
+        (ScanSizes(1, 1, 48, 16, (0.0, float("inf")), by_channel=True), torch.bfloat16, 1),
+    ),
     "likeliest": (sample.most_likely, (sample.Case(2, 3000),)),
     "draws": (sample.draws, (sample.Case(2, 3000), "penalized")),
     "counts of tokens": (sample.counted, ()),

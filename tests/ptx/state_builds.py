@@ -1,6 +1,6 @@
 """List the kernels of recurrent states and latent attention, as `builds` lists the others.
 
-Shapes are those of Qwen3.5-35B-A3B, Kimi-Linear-48B, Nemotron-3-Nano-30B-A3B and DeepSeek-V3.
+Shapes are those of Qwen3.5-35B-A3B, Kimi-Linear-48B, Nemotron-3-Nano-30B-A3B, Jamba2-3B and DeepSeek-V3.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _LOOSE = ("tokens",)
 
 
 def recurrent_builds() -> Iterator[Build]:
-    """Yield the convolutions of one row and of many, the delta rules and the scan."""
+    """Yield the convolutions of one row and of many, the delta rules and the scans."""
     convolved = {"x": "*bf16", "weight": "*fp32", "bias": "*fp32", "state": "*fp32", "y": "*bf16", "channels": "i32"}
     for rows, channels in ((1, 256), (16, 16)):
         block = {"TAPS": 4, "BLOCK_T": rows, "BLOCK_C": channels, "SILU": True}
@@ -30,8 +30,11 @@ def recurrent_builds() -> Iterator[Build]:
         options = {"COPIES": heads[0], "KEY_HEADS": heads[1], "BY_CHANNEL": by_channel, "FLOORED": by_channel}
         yield Build(f"delta rule{how}", delta_kernel, ruled, state | options, warps=1, unaligned=_LOOSE)
     scanned = {"x": "*bf16", "steps": "*bf16", "skip": "*fp32", "low": "fp32", "high": "fp32"}
-    sizes = {"HEADS": 64, "GROUPS": 8, "HEAD_DIM": 64, "STATE_DIM": 128, "BLOCK_S": 128, "BLOCK_V": 8}
-    yield Build("state space scan", scan_kernel, ruled | scanned, sizes, warps=1, unaligned=_LOOSE)
+    many = {"HEADS": 64, "GROUPS": 8, "HEAD_DIM": 64, "STATE_DIM": 128, "BLOCK_S": 128, "BLOCK_V": 8}
+    channels = {"HEADS": 1, "GROUPS": 1, "HEAD_DIM": 5120, "STATE_DIM": 16, "BLOCK_S": 16, "BLOCK_V": 8}
+    for how, sizes in (("", many), (" by channel", channels)):
+        options = sizes | {"BY_CHANNEL": bool(how)}
+        yield Build(f"state space scan{how}", scan_kernel, ruled | scanned, options, warps=1, unaligned=_LOOSE)
 
 
 def latent_builds() -> Iterator[Build]:

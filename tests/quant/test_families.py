@@ -147,6 +147,8 @@ STACKED = (
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized",
     # transformers reads weights of linears outside their modules.
     "mamba2-odd-sizes-biases-tied",
+    "mamba-odd-sizes-biases-untied",
+    "falcon_mamba-odd-sizes-biases-untied",
     "falcon-7b",
     # transformers has queries, keys and values in one tensor.
     "gpt_neox-parallel",

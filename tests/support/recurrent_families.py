@@ -80,6 +80,21 @@ LING = {
     "topk_group": 1,
 }
 KIMI = {**LING, "linear_head_dim": 16, "linear_num_heads": 4}
+ODD_SELECTIVE = {
+    "state_size": 12,
+    "conv_kernel": 3,
+    "time_step_rank": 5,
+    "use_conv_bias": False,
+    "use_bias": True,
+    "layer_norm_epsilon": 1e-3,
+}
+JAMBA = {
+    **IDS,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+}
 ATTENTION, MIXER = "full_attention", "linear_attention"
 
 # id -> (model_type, differences from SMALL)
@@ -304,6 +319,31 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "jamba-8top3": ("jamba", JAMBA),
+    "jamba-no-experts-tied": ("jamba", {**JAMBA, "num_experts": 1, "tie_word_embeddings": True}),
+    "jamba-odd-sizes-biases-every-third": (
+        "jamba",
+        {
+            **JAMBA,
+            "num_hidden_layers": 4,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 0,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "mamba_dt_rank": 5,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "mamba-tied": ("mamba", {**IDS, "intermediate_size": 128}),
+    "mamba-odd-sizes-biases-untied": ("mamba", {**IDS, **ODD_SELECTIVE, "tie_word_embeddings": False}),
+    "falcon_mamba-tied": ("falcon_mamba", {**IDS, "intermediate_size": 96, "expand": 16, "mixer_rms_eps": 0.5}),
+    "falcon_mamba-odd-sizes-biases-untied": ("falcon_mamba", {**IDS, **ODD_SELECTIVE, "tie_word_embeddings": False}),
     "falcon_h1-multipliers": (
         "falcon_h1",
         {

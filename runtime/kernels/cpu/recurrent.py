@@ -83,6 +83,7 @@ class _Scan(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "steps", "rate", "dt_bias", "skip", "state", "scratch", "y")),
         *((name, c_int64) for name in ("stride", "heads", "groups", "head_dim", "state_dim")),
         *((name, c_float) for name in ("low", "high")),
+        ("by_channel", c_int32),
     ]
 
 
@@ -157,6 +158,8 @@ def decline_scan(sizes: ScanSizes) -> Declined | None:
     """Return why a state space scan of these sizes is not supported, or None."""
     if sizes.head_dim % LANES or sizes.state_dim % LANES or sizes.state_dim > _MAX_KEY_DIM:
         return Declined("scan-size", {"multiple": LANES, "state_dim": _MAX_KEY_DIM})
+    if sizes.by_channel and (sizes.heads, sizes.groups) != (1, 1):
+        return _SCAN
     return None
 
 
@@ -237,14 +240,17 @@ def native_scan(
             declined, runs, lambda row, run: scan(x[row], steps[row], rate, dt_bias, skip, state, run, sizes)
         )
     width, shape = sizes.groups * sizes.state_dim, (sizes.heads, sizes.state_dim, sizes.head_dim)
-    fitting = x.shape[1] == inner + 2 * width and steps.shape == (len(x), sizes.heads) and x.is_contiguous()
+    fitting = x.shape[1] == inner + 2 * width and steps.shape == (len(x), sizes.steps) and x.is_contiguous()
+    rates = (sizes.state_dim, sizes.head_dim) if sizes.by_channel else (sizes.heads,)
+    fitting = fitting and rate.shape == rates and dt_bias.shape == skip.shape == (sizes.steps,)
     if not _contiguous_fp32(rate, dt_bias, skip, state) or state.shape[1:] != shape or not fitting:
         return _SCAN
     if not _fits(runs, len(x), len(state)):
         return _RUNS
     y, scratch = x.new_empty(len(x), inner), torch.empty(len(x), 2 * (width + sizes.heads))
     pointers = (tensor.data_ptr() for tensor in (x, steps, rate, dt_bias, skip, state, scratch, y))
-    numbers = steps.stride(0), sizes.heads, sizes.groups, sizes.head_dim, sizes.state_dim, *sizes.limits
+    counts = sizes.heads, sizes.groups, sizes.head_dim, sizes.state_dim
+    numbers = steps.stride(0), *counts, *sizes.limits, sizes.by_channel
     library.scan(
         ctypes.byref(_c_runs(x, runs)), ctypes.byref(_Scan(*pointers, *numbers)), _threads(len(x) * inner * 16)
     )

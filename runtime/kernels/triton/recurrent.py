@@ -96,6 +96,7 @@ def triton_scan(
         STATE_DIM=sizes.state_dim,
         BLOCK_S=next_power_of_2(sizes.state_dim),
         BLOCK_V=_COLUMNS,
+        BY_CHANNEL=sizes.by_channel,
         num_warps=1,
     )
     return y

@@ -154,8 +154,8 @@ def delta_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def scan_kernel(
     x,  # [sequences * tokens, HEADS * HEAD_DIM + 2 * GROUPS * STATE_DIM]: x, B and C
-    steps,  # [sequences * tokens, HEADS], rows `stride` apart
-    rate,  # fp32 [HEADS], as dt_bias and skip
+    steps,  # [sequences * tokens, HEADS], by channel [.., HEAD_DIM], rows `stride` apart
+    rate,  # fp32 [HEADS], as dt_bias and skip; by channel [STATE_DIM, HEAD_DIM], and these [HEAD_DIM]
     dt_bias,
     skip,
     state,  # fp32 [slots, HEADS, STATE_DIM, HEAD_DIM]
@@ -174,6 +174,7 @@ def scan_kernel(
     STATE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,  # a step of each column, and a rate of each value of a state; one head
 ):
     """Grid (blocks of BLOCK_V columns of a state, heads, sequences)."""
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -181,7 +182,13 @@ def scan_kernel(
     key_inside, value_inside = key < STATE_DIM, value < HEAD_DIM
     count, first_row = tl.load(counts + sequence), sequence.to(tl.int64) * tokens
     matrix, cells, present = _load_state(state, starts, slots, count, key, value, HEADS, STATE_DIM, HEAD_DIM)
-    slope, shift, passed = tl.load(rate + head), tl.load(dt_bias + head), tl.load(skip + head)
+    if BY_CHANNEL:
+        inside = key_inside[:, None] & value_inside[None, :]
+        slope = tl.load(rate + key[:, None] * HEAD_DIM + value[None, :], mask=inside, other=0.0)
+        shift = tl.load(dt_bias + value, mask=value_inside, other=0.0)
+        passed = tl.load(skip + value, mask=value_inside, other=0.0)
+    else:
+        slope, shift, passed = tl.load(rate + head), tl.load(dt_bias + head), tl.load(skip + head)
     WIDTH: tl.constexpr = HEADS * HEAD_DIM + 2 * GROUPS * STATE_DIM
     group = head // (HEADS // GROUPS)
     for token in tl.range(count):
@@ -190,9 +197,15 @@ def scan_kernel(
         b_place = x + row * WIDTH + HEADS * HEAD_DIM + group * STATE_DIM + key
         b = tl.load(b_place, mask=key_inside, other=0.0).to(tl.float32)
         c = tl.load(b_place + GROUPS * STATE_DIM, mask=key_inside, other=0.0).to(tl.float32)
-        step = _softplus(tl.load(steps + row * stride + head).to(tl.float32) + shift)
-        step = tl.minimum(tl.maximum(step, low), high)
-        matrix = matrix * tl.exp(step * slope) + b[:, None] * (values * step)[None, :]
+        if BY_CHANNEL:
+            step = tl.load(steps + row * stride + value, mask=value_inside, other=0.0).to(tl.float32)
+        else:
+            step = tl.load(steps + row * stride + head).to(tl.float32)
+        step = tl.minimum(tl.maximum(_softplus(step + shift), low), high)
+        if BY_CHANNEL:
+            matrix = matrix * tl.exp(step[None, :] * slope) + b[:, None] * (values * step)[None, :]
+        else:
+            matrix = matrix * tl.exp(step * slope) + b[:, None] * (values * step)[None, :]
         out = tl.sum(matrix * c[:, None], 0) + values * passed
         tl.store(y + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + value, out.to(y.dtype.element_ty), mask=value_inside)
     if tl.load(advances + sequence) != 0:

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.mamba_layers import MambaLayers, read_plain_mamba
+from mycli.runtime.models.mamba_layers import MambaLayers, read_plain_mamba, without_attention
 from mycli.runtime.utils.json_fields import Fields
-
-# A recurrent state has no longest context. transformers names none either; llama.cpp takes this one.
-_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,6 @@ class Mamba2Layers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    values = {key: value for key, value in raw.values.items() if key not in ("layer_types", "num_heads", "head_dim")}
     mamba = read_plain_mamba(
         hf_config.with_defaults(
             raw,
@@ -33,24 +29,4 @@ def read(raw: Fields) -> ModelConfig:
     inner = raw.integer("expand", 2, high=64) * raw.integer("hidden_size")
     if mamba.heads * mamba.head_dim != inner:
         raise raw.fail("num_heads", f"= {mamba.heads} times head_dim {mamba.head_dim} must be {inner}")
-    # `common` requires fields of attention and MLPs. The model has neither, so their values are never used.
-    fields = hf_config.common(
-        Fields(
-            {
-                "rms_norm_eps": raw.number("layer_norm_epsilon", 1e-5, low=1e-30, high=1.0),
-                "max_position_embeddings": _CONTEXT,
-                **values,
-                "num_attention_heads": 1,
-                "head_dim": 64,
-                "intermediate_size": inner,
-            },
-            raw.source,
-        )
-    )
-    return ModelConfig(
-        **fields,
-        layer_ropes=(None,) * fields["layers"],
-        final_norm="model.norm_f",
-        stored_prefixes=(("backbone.embeddings.", "model.embed_tokens."), ("backbone.", "model.")),
-        build_layer=Mamba2Layers(mamba),
-    )
+    return without_attention(raw, inner, Mamba2Layers(mamba))

@@ -197,7 +197,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
 # Mamba-2 layers alone, with attention in other layers, and in the same layer.
 RANDOM = ["qwen3_5-delta", "lfm2-tied", "bamba-2-groups", "nemotron_h-every-kind", "mamba2-2-groups"]
 RANDOM += ["kimi_linear-8top3", "bailing_hybrid-8top3"]
-RANDOM += ["falcon_h1-multipliers"]
+RANDOM += ["falcon_h1-multipliers", "jamba-8top3", "falcon_mamba-tied"]
 
 
 @pytest.fixture(scope="module", params=RANDOM)

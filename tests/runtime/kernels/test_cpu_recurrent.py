@@ -35,6 +35,10 @@ ROWS = RUNS.starts[-1]
 SIZES = [DeltaSizes(2, 1, 16, 16), DeltaSizes(6, 2, 32, 48), DeltaSizes(4, 4, 128, 128), DeltaSizes(2, 2, 256, 16)]
 CHANNELS = [DeltaSizes(3, 3, 16, 32, by_channel=True), DeltaSizes(2, 2, 64, 64, by_channel=True, floor=-5.0)]
 SIZES += CHANNELS
+SCANS = [ScanSizes(6, 2, 32, 16, (0.0, torch.inf)), ScanSizes(2, 2, 16, 64, (0.1, 0.5))]
+SCANS += [
+    ScanSizes(1, 1, size, 16, limits, by_channel=True) for size, limits in ((96, (0.0, torch.inf)), (48, (0.1, 0.5)))
+]
 
 
 def close(found: Tensor | str, expected: Tensor, tolerance: float = 2e-6) -> None:
@@ -101,14 +105,15 @@ def test_the_native_delta_rule(sizes: DeltaSizes, dtype: torch.dtype) -> None:
 
 def scan_case(sizes: ScanSizes, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Any, ...]:
     x = normal(rows, sizes.heads * sizes.head_dim + 2 * sizes.groups * sizes.state_dim).to(dtype)
-    steps = normal(rows, sizes.heads + 5, seed=1).to(dtype)[:, 3 : 3 + sizes.heads]  # not contiguous
-    rate, dt_bias, skip = -normal(sizes.heads, seed=2).exp(), normal(sizes.heads, seed=3), normal(sizes.heads, seed=5)
+    steps = normal(rows, sizes.steps + 5, seed=1).to(dtype)[:, 3 : 3 + sizes.steps]  # not contiguous
+    rates = (sizes.state_dim, sizes.head_dim) if sizes.by_channel else (sizes.heads,)
+    rate, dt_bias, skip = -normal(*rates, seed=2).exp(), normal(sizes.steps, seed=3), normal(sizes.steps, seed=5)
     return x, steps, rate, dt_bias, skip, normal(5, sizes.heads, sizes.state_dim, sizes.head_dim, seed=4)
 
 
 @pytest.mark.usefixtures("library")
 @DTYPES
-@pytest.mark.parametrize("sizes", [ScanSizes(6, 2, 32, 16, (0.0, torch.inf)), ScanSizes(2, 2, 16, 64, (0.1, 0.5))])
+@pytest.mark.parametrize("sizes", SCANS, ids=str)
 def test_the_native_scan(sizes: ScanSizes, dtype: torch.dtype) -> None:
     *arguments, state = scan_case(sizes, dtype)
     ours, theirs = state.clone(), state.clone()
@@ -206,6 +211,12 @@ def test_what_the_native_code_does_not_take() -> None:
     *arguments, states = scan_case(scanned, rows=4)
     for runs, spoiled in ((Runs((0, 4), (5,)), states), (one, states[:, :1]), (one, states.double())):
         assert isinstance(native_scan(*arguments, spoiled, runs, scanned), Declined)
+    channels = ScanSizes(1, 1, 32, 16, (0.0, torch.inf), by_channel=True)
+    *arguments, states = scan_case(channels, rows=4)
+    assert isinstance(native_scan(*arguments, states, one, channels), Tensor)
+    for place in (2, 3, 4):  # rate, dt_bias, skip
+        wrong = [*arguments[:place], arguments[place][:-1], *arguments[place + 1 :]]
+        assert isinstance(native_scan(*wrong, states, one, channels), Declined)
 
 
 def test_gradients_pass_the_twins() -> None:

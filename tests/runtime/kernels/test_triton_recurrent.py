@@ -108,9 +108,10 @@ def test_delta_rules(sizes: DeltaSizes, shape: int, interpret: Interpret) -> Non
 def scanned(sizes: ScanSizes, dtype: torch.dtype, shape: int) -> None:
     rows = len(SHAPES[shape][1]) * SHAPES[shape][0]
     width = sizes.heads * sizes.head_dim + 2 * sizes.groups * sizes.state_dim
-    steps = normal(rows, sizes.heads + 3, seed=1).to(dtype)[:, 2 : 2 + sizes.heads] * 3
-    rate = -normal(sizes.heads, seed=2).exp()
-    shift, skip = normal(sizes.heads, seed=3), normal(sizes.heads, seed=5)
+    steps = normal(rows, sizes.steps + 3, seed=1).to(dtype)[:, 2 : 2 + sizes.steps] * 3
+    rates = (sizes.state_dim, sizes.head_dim) if sizes.by_channel else (sizes.heads,)
+    rate = -normal(*rates, seed=2).exp()
+    shift, skip = normal(sizes.steps, seed=3), normal(sizes.steps, seed=5)
     compare(
         lambda given, states, at: triton_scan(*given, rate, shift, skip, *states, at, sizes),
         lambda given, states, at: scan(*given, rate, shift, skip, *states, at, sizes),
@@ -123,8 +124,13 @@ def scanned(sizes: ScanSizes, dtype: torch.dtype, shape: int) -> None:
 @pytest.mark.parametrize("shape", [0, 1, 3], ids=["decode", "drafts", "prompts"])
 @pytest.mark.parametrize(
     "sizes",
-    [ScanSizes(4, 2, 16, 16, (0.0, float("inf"))), ScanSizes(3, 1, 24, 20, (0.1, 0.9))],
-    ids=["groups", "odd-limits"],
+    [
+        ScanSizes(4, 2, 16, 16, (0.0, float("inf"))),
+        ScanSizes(3, 1, 24, 20, (0.1, 0.9)),
+        ScanSizes(1, 1, 48, 16, (0.0, float("inf")), by_channel=True),
+        ScanSizes(1, 1, 20, 12, (0.1, 0.9), by_channel=True),
+    ],
+    ids=["groups", "odd-limits", "channels", "odd-channels-limits"],
 )
 def test_scans(sizes: ScanSizes, shape: int, interpret: Interpret) -> None:
     for dtype in DTYPES:

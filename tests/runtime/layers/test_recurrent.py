@@ -46,6 +46,11 @@ COUNTS = {
         3 * 4096 + 32 + 4096,
         6 * 32 * (16 + 3 * 128) + 4 * 16 * 4096 + 2 * 4 * 3 * 4096,
     ),
+    "Falcon3-Mamba-7B": (  # steps in fp32
+        2 * 8192 + 8192 + 2 * (256 + 2 * 16) + 2 * (2 * 8192) + 2 * 8192 + 4096,
+        2 * 8192,
+        2 * 4 * 16 * 8192 + 2 * 4 * 8192,
+    ),
     "LFM2-1.2B": (3 * 2048 + 3 * 2048 + 2048, 2048, 2 * 3 * 2048),
     "Nemotron-H-8B": (
         18560 + 10240 + 2 * (2 * 8 * 128 + 2 * 128) + 2 * 8192 + 4096,
@@ -76,7 +81,10 @@ class RecordedWidths(PromptStates):
 
 @pytest.mark.parametrize(
     "case",
-    ["qwen3_5-odd-heads-tied", "kimi_linear-8top3", "lfm2-untied-biases", "bamba-2-groups", "falcon_h1-multipliers"],
+    [
+        *("qwen3_5-odd-heads-tied", "kimi_linear-8top3", "lfm2-untied-biases", "bamba-2-groups"),
+        *("falcon_h1-multipliers", "jamba-odd-sizes-biases-every-third"),
+    ],
 )
 def test_states_advance_by_rows_of_the_declared_widths(case: str, tmp_path: Path) -> None:
     """Native code writes the rows of drafted tokens by these widths, and only the rows of accepted tokens count."""

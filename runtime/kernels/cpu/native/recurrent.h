@@ -1,4 +1,4 @@
-// Operations of recurrent layers with state: a convolution of each channel, the gated delta rule, Mamba-2's scan, gated norms.
+// Operations of recurrent layers with state: a convolution of each channel, the gated delta rule, Mamba's scan, gated norms.
 //
 // Rows are processed one after another in one order: the bits of a row depend on neither the other rows nor how a prompt was
 // split. A piece of 16 or 32 columns of a head's state stays in the L1 cache while a whole prompt passes, so the plain recurrence
@@ -207,13 +207,14 @@ template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
 
 struct Scan {  // mirrored by recurrent.py
     const void* x;      // [rows, heads * head_dim + 2 * groups * state_dim]: x, B and C
-    const void* steps;  // [rows, heads], stride in elements
-    const float *rate, *dt_bias, *skip;  // [heads]
+    const void* steps;  // [rows, heads], by channel [rows, head_dim], stride in elements
+    const float *rate, *dt_bias, *skip;  // [heads]; by channel [state_dim, head_dim], then [head_dim]
     float* state;    // [slots, heads, state_dim, head_dim]
     float* scratch;  // [rows, 2 * (groups * state_dim + heads)]
     void* y;         // [rows, heads * head_dim]
     int64_t stride, heads, groups, head_dim, state_dim;  // dims are multiples of 16, state_dim at most 256
     float low, high;  // limits of a step
+    int32_t by_channel;  // a step of each column of a state, and a rate of each value; one head (Mamba-1)
 };
 
 // B and C of a row in fp32, then the decay of each head, and its step.
@@ -223,6 +224,7 @@ template <class T> void scan_inputs(const Scan& s, int64_t row) {
     const T* steps = static_cast<const T*>(s.steps) + row * s.stride;
     float* out = s.scratch + row * (width + 2 * s.heads);
     for (int64_t i = 0; i < width; i += LANE) put16(out + i, load16(x + i));
+    if (s.by_channel) return;  // the steps of 16 columns are computed with these
     for (int64_t head = 0; head < s.heads; head++) {
         const float t = number(steps[head]) + s.dt_bias[head];
         const float softplus = t > 20.0f ? t : log1pf(expf(t));  // threshold of torch's softplus
@@ -261,6 +263,39 @@ template <class T, int B> void scan_columns(const Runs& r, const Scan& s, int64_
         for (int b = 0; b < B; b++) put16(state + i * s.head_dim + b * LANE, at[i][b]);
 }
 
+// As `scan_columns`, by channel: in vectors of columns, whose steps and rates differ.
+template <class T, int B> void scan_channels(const Runs& r, const Scan& s, int64_t run, int64_t column) {
+    float* state = s.state + r.slots[run] * s.state_dim * s.head_dim + column;
+    V16 at[MAX_KEY_DIM][B], shift[B], skip[B];
+    for (int64_t i = 0; i < s.state_dim; i++)
+        for (int b = 0; b < B; b++) at[i][b] = load16(state + i * s.head_dim + b * LANE);
+    for (int b = 0; b < B; b++) shift[b] = load16(s.dt_bias + column + b * LANE), skip[b] = load16(s.skip + column + b * LANE);
+    for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
+        const float *key = s.scratch + row * 2 * (s.state_dim + 1), *query = key + s.state_dim;
+        const T* x = static_cast<const T*>(s.x) + row * (s.head_dim + 2 * s.state_dim) + column;
+        const T* steps = static_cast<const T*>(s.steps) + row * s.stride + column;
+        V16 value[B], step[B], written[B], read[4][B] = {};
+        for (int b = 0; b < B; b++) {
+            value[b] = load16(x + b * LANE), step[b] = softplus(load16(steps + b * LANE) + shift[b]);
+            step[b] = step[b] < s.low ? V16{} + s.low : step[b] > s.high ? V16{} + s.high : step[b];
+            written[b] = value[b] * step[b];
+        }
+        for (int64_t i = 0; i < s.state_dim; i += 4)
+            for (int64_t j = 0; j < 4; j++)
+                for (int b = 0; b < B; b++) {
+                    const V16 decay = exponential(load16(s.rate + (i + j) * s.head_dim + column + b * LANE) * step[b]);
+                    at[i + j][b] = at[i + j][b] * decay + written[b] * key[i + j];
+                    read[j][b] += at[i + j][b] * query[i + j];
+                }
+        for (int b = 0; b < B; b++)
+            put16(static_cast<T*>(s.y) + row * s.head_dim + column + b * LANE,
+                  (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * skip[b]);
+    }
+    if (r.stays && r.stays[run]) return;
+    for (int64_t i = 0; i < s.state_dim; i++)
+        for (int b = 0; b < B; b++) put16(state + i * s.head_dim + b * LANE, at[i][b]);
+}
+
 struct GroupNorm {  // mirrored by recurrent.py
     const void *x, *gain, *gate;  // [rows, groups * size], [groups * size] of the same type, and as x with a stride in elements
     void* y;                      // as x
@@ -285,6 +320,9 @@ template <class T> void group_norm_row(const GroupNorm& n, int64_t row) {
     }
 }
 
+template <class T, int B> void scan_piece(const Runs& r, const Scan& s, int64_t run, int64_t head, int64_t column) {
+    s.by_channel ? scan_channels<T, B>(r, s, run, column) : scan_columns<T, B>(r, s, run, head, column);
+}
 template <class T> void scan_rows(const Runs& r, const Scan& s, int threads) {
     const bool wide = s.head_dim % (2 * LANE) == 0;
     const int64_t width = wide ? 2 * LANE : LANE, columns = s.head_dim / width, tasks = r.runs * s.heads * columns;
@@ -295,7 +333,7 @@ template <class T> void scan_rows(const Runs& r, const Scan& s, int threads) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tasks; i++) {
             const int64_t run = i / (s.heads * columns), head = i / columns % s.heads, column = i % columns * width;
-            wide ? scan_columns<T, 2>(r, s, run, head, column) : scan_columns<T, 1>(r, s, run, head, column);
+            wide ? scan_piece<T, 2>(r, s, run, head, column) : scan_piece<T, 1>(r, s, run, head, column);
         }
     }
 }

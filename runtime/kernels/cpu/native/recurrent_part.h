@@ -203,7 +203,7 @@ struct RecurrentRun {
         convolve(part.weight, part.bias, channels, part.taps, mixed, width, true, convolved);
         const Scan s{convolved, steps, part.rate, part.dt_bias, part.skip, states.matrices,
                      reinterpret_cast<float*>(scratch.take(2 * rows * inputs)), read, width, part.heads, part.groups, part.head_dim,
-                     part.state_dim, part.low, part.high};
+                     part.state_dim, part.low, part.high, 0};
         scan_rows<uint16_t>(runs(), s, threads_for(rows * inner * part.state_dim));
         const GroupNorm n{read, part.gated_norm.gain, projected, normed, rows, part.norm_groups, inner / part.norm_groups, width,
                           part.gated_norm.eps};

@@ -60,6 +60,7 @@ QUICK = [
     "granitemoehybrid-8top3",
     "falcon_h1-multipliers",
     "mamba2-2-groups",
+    "jamba-8top3",
     "kimi_linear-8top3",
     "deepseek_v2-yarn",
     "llama4-chunk16-4top1",
