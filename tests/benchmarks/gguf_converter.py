@@ -120,6 +120,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "mamba2-2-groups": {"intermediate_size": 128},
     "mamba2-odd-sizes-biases-tied": {"intermediate_size": 192, "time_step_limit": (0.0, float("inf"))},
+    "mamba-odd": {"intermediate_size": 128, "use_conv_bias": True, "use_bias": False},
+    "falcon_mamba": {"intermediate_size": 128, "mixer_rms_eps": 1e-6},
+    "falcon_mamba-odd": {"intermediate_size": 128, "use_conv_bias": True, "use_bias": False},
+    "jamba-odd": {"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
     "cohere2-window7-tied": {"rotary_pct": 1.0},
     "olmo-mha-tied-biases": {"attention_bias": False},  # the converter reorders the rows of weights, not of biases
     "starcoder2-window7-tied": {"sliding_window": None},

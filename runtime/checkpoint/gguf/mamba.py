@@ -10,7 +10,7 @@ from mycli.runtime.checkpoint.gguf.tensor_rules import TensorRule, ValueChange
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import MambaSpec
 
-_DECAY = ValueChange(store=lambda decay: -decay.exp(), load=lambda stored: (-stored).log())
+DECAY = ValueChange(store=lambda decay: -decay.exp(), load=lambda stored: (-stored).log())
 
 
 def mamba(config: ModelConfig) -> MambaSpec:
@@ -38,7 +38,7 @@ def mamba_tensors(block: str) -> Mapping[str, TensorRule]:
         "ssm_in": TensorRule(f"{block}.in_proj"),
         "ssm_conv1d": TensorRule(f"{block}.conv1d"),
         "ssm_dt": TensorRule(f"{block}.dt_bias", suffixes={".bias": ""}),
-        "ssm_a": TensorRule(f"{block}.A_log", change=_DECAY, stored_shape=_by_head, suffixes={"": ""}),
+        "ssm_a": TensorRule(f"{block}.A_log", change=DECAY, stored_shape=_by_head, suffixes={"": ""}),
         "ssm_d": TensorRule(f"{block}.D", stored_shape=_by_head, suffixes={"": ""}),
         "ssm_norm": TensorRule(f"{block}.norm", stored_shape=_by_group),
         "ssm_out": TensorRule(f"{block}.out_proj"),

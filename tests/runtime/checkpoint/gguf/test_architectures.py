@@ -47,7 +47,9 @@ def test_the_converters_names_are_read(name: str) -> None:
 
 # To these keys the converter gives other values, which make no difference to the logits.
 OTHER_VALUES = {
-    *(f"{name}.context_length" for name in ("granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")),  # 2^20
+    # 2^20
+    *(f"{name}.context_length" for name in ("granitehybrid", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe")),
+    "jamba.expert_used_count",  # of a model without experts
     "falcon.context_length",  # 2048, which the config leaves out
     *("nemotron_h.rope.dimension_count", "nemotron_h_moe.rope.dimension_count"),  # of models without a rope
     *("qwen35.rope.dimension_sections", "qwen35moe.rope.dimension_sections"),  # of image positions

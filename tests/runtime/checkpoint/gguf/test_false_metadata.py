@@ -13,7 +13,7 @@ from tests.support.paths import PICO
 
 # In addition to those of tests/attacks/gguf_model_attacks.py.
 LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "other-architecture": ({"general.architecture": "mamba"}, "general.architecture"),
+    "other-architecture": ({"general.architecture": "rwkv7"}, "general.architecture"),
     "too-many-layers": ({"llama.block_count": 5000}, "block_count"),
     "one-layer-more": ({"llama.block_count": 7}, "missing"),
     "one-layer-less": ({"llama.block_count": 5}, "not part of the model"),
