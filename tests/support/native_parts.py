@@ -31,6 +31,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CParallelMixersPart,
     CParallelPart,
     CPerLayerPart,
+    CSelectivePart,
 )
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.registry import prepare_product
@@ -78,6 +79,7 @@ NAMES = {
     CParallelPart: "parallel",
     CParallelMixersPart: "attention and mamba",
     CPerLayerPart: "per-layer inputs",
+    CSelectivePart: "mamba-1",
     CDeltaPart: "delta",
     CConvolutionPart: "convolution",
 }

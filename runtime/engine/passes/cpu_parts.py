@@ -49,6 +49,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CParallelPart,
     CPart,
     CPerLayerPart,
+    CSelectivePart,
     Fetch,
 )
 from mycli.runtime.kernels.cpu.library.build import pointer
@@ -59,7 +60,7 @@ from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import Convolution, DeltaNet, KimiDelta, Mamba, ShortConv
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet, KimiDelta, Mamba, Selective, ShortConv
 
 if TYPE_CHECKING:
     from mycli.runtime.layers.streamed_experts import StreamedExperts
@@ -111,6 +112,8 @@ def _part(part: BlockPart) -> CPart:
             return _kimi_delta(part, mixer)
         case Recurrent(mixer=Mamba() as mixer):
             return _mamba(part, mixer)
+        case Recurrent(mixer=Selective() as mixer):
+            return _selective(part, mixer)
         case Recurrent(mixer=ShortConv() as mixer):
             return _short_conv(part, mixer)
     raise NotNativeError(Declined("unknown-part", {"part": type(part).__name__}))
@@ -276,6 +279,23 @@ def _short_conv(part: Recurrent, mixer: ShortConv) -> CConvolutionPart:
     weights = _convolution(mixer.convolution)
     return CConvolutionPart(
         c_norm(part.norm), *products, c_residual(part), *weights, channels=spec.channels, taps=spec.taps
+    )
+
+
+def _selective(part: Recurrent, mixer: Selective) -> CSelectivePart:
+    from mycli.runtime.kernels.cpu.recurrent import decline_scan
+
+    spec = mixer.spec
+    require_native(decline_scan(mixer.sizes))
+    return CSelectivePart(
+        *(c_norm(norm) for norm in (part.norm, *(mixer.norms or (None,) * 3))),
+        *(c_linear(linear) for linear in (mixer.projection, mixer.select, mixer.step, mixer.out)),
+        c_residual(part),
+        *_convolution(mixer.convolution),
+        *(pointer(tensor) for tensor in (mixer.rate, mixer.dt_bias, mixer.skip)),
+        taps=spec.convolution.taps,
+        channels=spec.channels,
+        state_dim=spec.state_dim,
     )
 
 

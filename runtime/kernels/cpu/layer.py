@@ -166,6 +166,16 @@ class CMambaPart(ctypes.Structure):
     ]
 
 
+class CSelectivePart(ctypes.Structure):
+    _fields_ = [
+        *((name, CNormParams) for name in ("norm", "step_norm", "key_norm", "query_norm")),
+        *((name, CLinear) for name in ("projection", "select", "step", "out")),
+        ("residual", CResidualAdd),
+        *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias", "skip")),
+        *((name, c_int64) for name in ("taps", "channels", "state_dim")),
+    ]
+
+
 class CParallelMixersPart(ctypes.Structure):
     _fields_ = [("attention", CAttentionPart), ("mamba", CMambaPart)]
 
@@ -249,6 +259,7 @@ CPart = (
     | CMambaPart
     | CChannelDeltaPart
     | CParallelMixersPart
+    | CSelectivePart
 )
 CPlace = CLayerCache | CLayerStates | CMixerCaches  # where a part finds its keys and values, or its states
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h

@@ -35,6 +35,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "bamba-2-groups": {"mamba_n_heads": 8},
     "mamba2-2-groups": {"hidden_size": 64},
     "nemotron_h-every-kind": {"n_routed_experts": 32},
+    "jamba-8top3": {"mamba_dt_rank": 32, "num_experts": 32},
+    "falcon_mamba-tied": {"time_step_rank": 32},
     "falcon_h1-multipliers": {"mamba_d_ssm": 128, "mamba_d_head": 32},
     "kimi_linear-8top3": {"qk_rope_head_dim": 32, "num_local_experts": 32},
     "bailing_hybrid-8top3": {"qk_rope_head_dim": 32, "num_experts": 32},

@@ -37,6 +37,7 @@ MODELS: dict[str, KvDtype] = {
     "deepseek_v3-groups-yarn": "int8",
     "qwen3_moe-8top2": "bf16",
     "bamba-2-groups": "bf16",
+    "jamba-8top3": "int8",
 }
 SETS = tuple(name for name in VARIANTS if name not in ("native", "plain"))
 

@@ -13,7 +13,7 @@ namespace {
 // The structures are mirrored by layer.py.
 enum StepKind : int64_t {
     ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP, LATENT_STEP, MAMBA_STEP,
-    CHANNEL_DELTA_STEP, MIXERS_STEP
+    CHANNEL_DELTA_STEP, MIXERS_STEP, SELECTIVE_STEP
 };
 struct Step {
     int64_t kind;
@@ -37,6 +37,7 @@ inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwi
         case DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const DeltaPart*>(step.part), x, out);
         case MAMBA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const MambaPart*>(step.part), x, out);
         case CHANNEL_DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ChannelDeltaPart*>(step.part), x, out);
+        case SELECTIVE_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const SelectivePart*>(step.part), x, out);
         case CONVOLUTION_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ConvolutionPart*>(step.part), x, out);
         case MIXERS_STEP:
             return run_mixers(*static_cast<const ParallelMixersPart*>(step.part), pass, *static_cast<const MixerCaches*>(step.cache),

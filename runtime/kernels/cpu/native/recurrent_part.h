@@ -36,6 +36,14 @@ struct MambaPart {
     float low, high;
     float multipliers[5];  // of z, x, B, C and steps
 };
+// Mamba-1. projection: x, z; select: dt, B and C of the convolved x; step: from dt to a step for each channel.
+struct SelectivePart {
+    NormParams norm, step_norm, key_norm, query_norm;  // the last three of dt, B and C, all or none
+    Linear projection, select, step, out;
+    ResidualAdd residual;
+    const float *weight, *bias, *rate, *dt_bias, *skip;  // see Convolution and Scan
+    int64_t taps, channels, state_dim;
+};
 struct ConvolutionPart {
     NormParams norm;
     Linear projection, out;  // B, C and x concatenated; the output is C * convolution(B * x)
@@ -210,6 +218,50 @@ struct RecurrentRun {
         if (part.gated_norm.gain) group_norm_rows<uint16_t>(n, threads_for(rows * inner));
         else rowwise.each([&](int64_t row) { gate_row(projected + row * width, read + row * inner, inner, normed + row * inner, silu_of); });
         return rowwise.multiply(part.out, normed, output, spare) ? 0 : 1;
+    }
+
+    // Returns as above.
+    int compute(const SelectivePart& part, const uint16_t* x, uint16_t* output) const {
+        const int64_t rows = rowwise.rows, hidden = part.residual.hidden, channels = part.channels, states_width = part.state_dim;
+        const int64_t width = part.projection.outputs, selected_width = part.select.outputs, rank = selected_width - 2 * states_width;
+        const int64_t row_width = channels + 2 * states_width, inputs = 2 * (states_width + 1);
+        const int64_t widest = std::max({width, selected_width, hidden});
+        if (!is_sound()) return 2;
+        Scratch scratch(rows * (widest + hidden + width + 4 * channels + selected_width + rank + row_width + 2 * states_width + 2 * inputs));
+        if (!scratch.at) return 1;
+        uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * width);
+        const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
+        if (!rowwise.multiply(part.projection, input, projected, spare)) return 1;
+        store_draft_inputs(projected, width, channels, 0);
+        uint16_t *convolved = scratch.take(rows * channels), *selected = scratch.take(rows * selected_width);
+        convolve(part.weight, part.bias, channels, part.taps, projected, width, true, convolved);
+        if (!rowwise.multiply(part.select, convolved, selected, spare)) return 1;
+        // A part of each row of `selected` from `first`, normed, to y [rows, count].
+        const auto take = [&](const NormParams& norm, int64_t first, int64_t count, uint16_t* y) {
+            if (norm.gain) return rowwise.norm(norm, selected + first, count, selected_width, y);
+            for (int64_t row = 0; row < rows; row++) memcpy(y + row * count, selected + row * selected_width + first, size_t(count) * 2);
+        };
+        uint16_t *low = scratch.take(rows * rank), *steps = scratch.take(rows * channels), *scanned = scratch.take(rows * row_width);
+        uint16_t *keys = scratch.take(rows * states_width), *queries = scratch.take(rows * states_width);
+        take(part.step_norm, 0, rank, low);
+        take(part.key_norm, rank, states_width, keys);
+        take(part.query_norm, rank + states_width, states_width, queries);
+        if (!rowwise.multiply(part.step, low, steps, spare)) return 1;
+        rowwise.each([&](int64_t row) {
+            uint16_t* to = scanned + row * row_width;
+            memcpy(to, convolved + row * channels, size_t(channels) * 2);
+            memcpy(to + channels, keys + row * states_width, size_t(states_width) * 2);
+            memcpy(to + channels + states_width, queries + row * states_width, size_t(states_width) * 2);
+        });
+        uint16_t *read = scratch.take(rows * channels), *gated = scratch.take(rows * channels);
+        const Scan s{scanned, steps, part.rate, part.dt_bias, part.skip, states.matrices,
+                     reinterpret_cast<float*>(scratch.take(2 * rows * inputs)), read, channels, 1, 1, channels, states_width, 0.0f,
+                     INFINITY, 1};
+        scan_rows<uint16_t>(runs(), s, threads_for(rows * channels * states_width));
+        rowwise.each([&](int64_t row) {
+            gate_row(projected + row * width + channels, read + row * channels, channels, gated + row * channels, silu_of);
+        });
+        return rowwise.multiply(part.out, gated, output, spare) ? 0 : 1;
     }
 
     // Returns as above.

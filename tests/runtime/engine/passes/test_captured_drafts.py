@@ -37,6 +37,7 @@ FAMILIES = [
     "qwen3_next-8top3",
     "kimi_linear-8top3",
     "falcon_h1-multipliers",
+    "jamba-8top3",
     "lfm2-untied-biases",
     "granitemoehybrid-8top3",
 ]

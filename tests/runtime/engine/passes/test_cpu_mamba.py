@@ -1,4 +1,4 @@
-"""Test Mamba-2: a native call equals its steps bit for bit, for any chunking of the prompt."""
+"""Test Mamba-1 and Mamba-2: a native call equals its steps bit for bit, for any chunking of the prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,15 @@ GRANITE, NEMOTRON = "granitemoehybrid-8top3", "nemotron_h-every-kind"
 FALCON, NORMED_FALCON = "falcon_h1-multipliers", "falcon_h1-normed-after-gate-multipliers-biases"
 FALCON_SIZES = {**WIDE, "head_dim": 32, "mamba_d_ssm": 128, "mamba_d_head": 32}
 SIXTEEN_HEADS = {"mamba_n_heads": 16, "mamba_d_ssm": 256, "mamba_d_head": 16}
+RANKED = {**WIDE, "time_step_rank": 32, "state_size": 16}
 CHANGES: dict[str, dict[str, Any]] = {
     GRANITE: {**WIDE, "mamba_n_heads": 8, "num_local_experts": 32, "shared_intermediate_size": 64},
     NEMOTRON: {**WIDE, "n_routed_experts": 32},
     FALCON: FALCON_SIZES,
     NORMED_FALCON: {**FALCON_SIZES, **SIXTEEN_HEADS},
+    "jamba-8top3": {**WIDE, "num_experts": 32, "mamba_dt_rank": 32, "num_attention_heads": 4},
+    "mamba-odd-sizes-biases-untied": {**RANKED, "use_conv_bias": True},
+    "falcon_mamba-tied": RANKED,
 }
 TOKENS = 150
 
@@ -40,7 +44,7 @@ def test_the_part_has_the_bits_of_its_steps(runner: ModelRunner, monkeypatch: py
     """The case includes drafts: states do not advance over rejected tokens."""
     mixers = sum(spec.recurrent is not None for spec in runner.config.layer_specs)
     parts = same_as_by_steps(runner, "bf16", monkeypatch)
-    assert parts.count("mamba") + parts.count("attention and mamba") == len(PASSES) * mixers
+    assert parts.count("mamba-1") + parts.count("mamba") + parts.count("attention and mamba") == len(PASSES) * mixers
     assert parts.count("|") == len(PASSES), "one call"
 
 
