@@ -143,7 +143,7 @@ def without_attention(
         final_norm="model.norm_f",
         stored_prefixes=(
             ("backbone.embeddings.", "model.embed_tokens."),
-            ("backbone.embedding.", "model.embed_tokens."),  # files of before transformers 4.39
+            ("backbone.embedding.", "model.embed_tokens."),  # of older files, which transformers renames too
             ("backbone.", "model."),
         ),
         build_layer=build_layer,

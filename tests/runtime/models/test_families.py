@@ -356,6 +356,15 @@ def test_an_empty_rope_section_counts_as_absent(model_type: str, changes: dict[s
     assert empty.rope_scaling == absent.rope_scaling
 
 
+def test_older_names_and_sizes_of_mamba() -> None:
+    assert parse("mamba").local_name("backbone.embedding.weight") == "model.embed_tokens.weight"
+    widths = [
+        parse("mamba", intermediate_size=size, expand=3).layer(0).products()["recurrent_out"][0].in_features
+        for size in (96, "absent")
+    ]
+    assert widths == [96, 3 * 64]
+
+
 def test_the_mtp_head_of_mimo_is_not_read() -> None:
     config = parse("mimo", attention_bias=True)
     assert config.qkv_bias and not config.output_bias
