@@ -1,5 +1,6 @@
 """Test metrics against sums computed by hand."""
 
+from mycli.runtime.cache.prefix_store import StoreStats
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.quantization.activations import choose_by_file
 from mycli.runtime.server.metrics import Metrics
@@ -45,3 +46,14 @@ def test_activation_bits_have_their_reason() -> None:
     choice = choose_by_file(0.0002)
     metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 1, 0, 0, {}, activations=choice))
     assert values(metrics)['mycli:activation_bits{reason="move"}'] == 8
+
+
+def test_the_disk_prefix_cache_has_its_counts() -> None:
+    disk = StoreStats(read=2, written=3, skipped=4, ignored={"damaged": 5, "of other weights": 6}, nbytes=7)
+    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 1, 0, 0, {}, disk=disk))
+    prefix = "mycli:prefix_store_"
+    figures = {name.removeprefix(prefix): value for name, value in values(metrics).items() if name.startswith(prefix)}
+    assert figures == {
+        **{"bytes": 7, "read_total": 2, "written_total": 3, "skipped_total": 4},
+        **{'ignored_total{reason="damaged"}': 5, 'ignored_total{reason="of other weights"}': 6},
+    }

@@ -47,14 +47,41 @@ def test_a_declared_template_is_read_as_transformers_reads_it(text: str) -> None
         assert "".join(item for item in items if isinstance(item, str)) == theirs.get("content", "")
 
 
-def test_declared_elements_are_read_as_transformers_reads_them() -> None:
-    field = {
-        **DECLARED["fields"]["tool_calls"],
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<arg=(?P<key>\w+)>(?P<value>.*?)</arg>"},
-    }
+@pytest.mark.parametrize(
+    ("content", "arguments", "body"),
+    [
+        (
+            "xml-inline",
+            {"tag_pattern": r"<arg=(?P<key>\w+)>(?P<value>.*?)</arg>"},
+            "<arg=a>1</arg> <arg=b>x</arg>",
+        ),
+        ("kv-lines", {}, "a: 1\nno pair\n b : x:y \n"),
+        ("kv-lines", {"kv_sep": "=", "line_sep": ";", "value_parser": {"name": "json"}}, 'a = 1;b=[2];c="=";'),
+        (
+            "kv-lines",
+            {"value_parser": {"name": "kv-lines", "args": {"kv_sep": "=", "line_sep": ","}}},
+            "a: b=1,c=2\nd: e=3",
+        ),
+    ],
+)
+def test_declared_elements_are_read_as_transformers_reads_them(
+    content: str, arguments: dict[str, Any], body: str
+) -> None:
+    field = {**DECLARED["fields"]["tool_calls"], "content": content, "content_args": arguments}
     spec = {**DECLARED, "fields": {"content": {}, "tool_calls": field}}
-    text = "<call name=f><arg=a>1</arg> <arg=b>x</arg></call>"
+    text = f"<call name=f>{body}</call>"
+    theirs = parse_response(text, spec, prefix="", tools=TOOLS)
+    form = declared_tool_format(read_response_template(Fields(spec, "t")))
+    assert form is not None
+    assert parse(form, text, 3) == [("f", theirs["tool_calls"][0]["function"]["arguments"])]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"strip": False}])
+def test_a_text_is_stripped_as_transformers_strips_it(arguments: dict[str, Any]) -> None:
+    transform = {"type": "function", "function": {"name": "{name}", "arguments": {"code": "{content}"}}}
+    field = {**DECLARED["fields"]["tool_calls"], "content": "text", "content_args": arguments, "transform": transform}
+    spec = {**DECLARED, "fields": {"content": {}, "tool_calls": field}}
+    text = "<call name=f> a\n b\n</call>"
     theirs = parse_response(text, spec, prefix="", tools=TOOLS)
     form = declared_tool_format(read_response_template(Fields(spec, "t")))
     assert form is not None
