@@ -127,7 +127,8 @@ COPIED = (
 LOST = {8: 0.1, 4: 0.9}
 # Calibration treats these like llama, qwen3_moe, qwen3_next and the others: with -m slow.
 ALIKE = {"mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8top3", *LATER} - {
-    "phi-head-norms-mha-relu2"
+    "phi-head-norms-mha-relu2",
+    "llama4-every-other-top2-biases-tied",  # weighs the inputs of experts
 }
 # transformers stores the experts of a layer of these as one tensor, and does not read copies with separate experts.
 STACKED = (

@@ -101,6 +101,22 @@ def test_logits_are_those_of_the_sum(tmp_path: Path, kind: str, dora: bool) -> N
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_its_dequantized_weight_is_the_one_it_multiplies_by(tmp_path: Path, dora: bool) -> None:
+    base = open_model_folder(packed(tmp_path))
+    tensors = tensors_for(PICO, VALUES)
+    if dora:
+        rows = tensors[f"base_model.model.{VALUES}.lora_B.weight"].shape[0]
+        tensors[f"base_model.model.{VALUES}.lora_magnitude_vector"] = torch.linspace(0.5, 2, rows)
+    folder = write_adapter(tmp_path / "a", tensors, use_dora=dora)
+    model = load_model(base.with_adapter("tuned", folder), CPU).model
+    linears = [linear for block in model.layers() for linear in block.products.values()]
+    (linear,) = (linear for linear in linears if isinstance(linear.matmul, LowRankMatmul))
+    weight = linear.weight().float()  # has been rounded to the dtype of its scales, bf16
+    product = linear(torch.eye(weight.shape[1])).T
+    assert (weight - product).norm() < 2**-8 * product.norm()
+
+
 def test_a_row_has_the_same_bits_alone_and_among_others(tmp_path: Path) -> None:
     need_native_code()
     folder = open_model_folder(packed(tmp_path))

@@ -323,6 +323,9 @@ def test_input_source_of_a_product() -> None:
     assert after.input_source("qkv") is None and after.input_source("gate_up") is None, "the stream itself"
     told = parse("gemma4_text").layer(0)
     assert told.input_source("o") is None, "values are normed"
+    convolved = parse("lfm2", layer_types=["conv"] * 4, block_auto_adjust_ff_dim=False).layer(0)
+    assert isinstance(convolved.input_source("recurrent_in"), NormSpec)
+    assert convolved.input_source("recurrent_out") == OutputRows("recurrent_in", 64, 1, 1, 64), "rows of C"
     assert told.input_source("per_layer_gate") is None and told.input_source("per_layer_projection") is None
 
 

@@ -343,12 +343,11 @@ def test_g39_a_reply_that_fails_alone_is_an_error(loaded: LoadedModel, kind: typ
 
     with serving(loaded, Failing(lambda request: [5, 6])) as served:
         whole = served.chat()
-        assert (
-            whole.status == status
-            and whole.error["code"] == "generation_failed"
-            and "dead end" in whole.error["message"]
-        )
+        assert whole.status == status and whole.error["code"] == "generation_failed"
+        assert "dead end" in whole.error["message"]
         assert served.chat(stream=True).events[-1]["error"]["code"] == "generation_failed"
+        lines = served.ask("POST", "/api/generate", {"model": "pico", "prompt": "Hi"}).body.splitlines()
+        assert json.loads(lines[-1]) == {"error": whole.error["message"]}
         assert 'finished_reason="error"' in served.ask("GET", "/metrics").body.decode()
 
 
