@@ -36,6 +36,13 @@ CACHED["layer_quant_config"] = {
 }
 
 
+def naive(kind: str) -> dict[str, Any]:
+    """Return a section of a format that does not name the type of the weights."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True}}
+    section = {"quant_method": "compressed-tensors", "format": "naive-quantized", "config_groups": {"group_0": group}}
+    return {**section, "ignore": ["lm_head", "re:model[.]layers[.]3[.].*"]}
+
+
 def renamed() -> dict[str, Case]:
     cases: dict[str, tuple[Case, dict[str, Any]]] = {}
     for name, case in stored("gptq").items():
@@ -126,8 +133,10 @@ def test_a_mixture_of_modelopt_is_told_by_its_tensors(tmp_path: Path) -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.3*"]}, "e4m3-channel"),
         ({**quark("per_tensor"), "exclude": ["lm_head", "model.layers.3.*"]}, "e4m3-channel"),
         ({**CACHED, "exclude": ["lm_head", "model.layers.3.*"]}, "e4m3-channel"),
+        (naive("float"), "e4m3-channel"),
+        (naive("int"), "int8-channel"),
     ],
-    ids=["nvfp4", "modelopt-fp8", "quark", "quark-cache"],
+    ids=["nvfp4", "modelopt-fp8", "quark", "quark-cache", "naive-float", "naive-int"],
 )
 def test_without_tensors_the_section_tells_what_is_quantized(section: dict[str, Any], scheme: str) -> None:
     actual = read_section(section)
@@ -147,6 +156,12 @@ def test_modelopt_up_to_0_29_has_a_file_of_its_own(algorithm: str, tmp_path: Pat
     assert list(open_model_folder(tmp_path).packings) == [name for name in NAMES if name != "lm_head"]
     (tmp_path / "config.json").write_text(json.dumps({**RAW, "quantization_config": {"quant_method": "awq"}}))
     assert {packing.layout for packing in open_model_folder(tmp_path).packings.values()} == {"awq"}
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_gptq_tells_whether_the_head_is_quantized(head: bool) -> None:
+    actual = read_section({"quant_method": "gptq", "bits": 4, "group_size": 32, "lm_head": head})
+    assert list(actual) == [name for name in NAMES if head or name != "lm_head"]
 
 
 def test_compressed_tensors_first_had_another_section(tmp_path: Path) -> None:

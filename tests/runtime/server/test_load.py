@@ -143,9 +143,21 @@ def test_g24_g26_what_waits_is_pinged_and_at_last_told(loaded: LoadedModel) -> N
             streamed.body.count(b'"delta":{},"logprobs":null,"finish_reason":null') >= 3
             and streamed.events[-1]["error"]["code"] == "queue_timeout"
         )
+        waited = served.ask("POST", "/completion", {"prompt": "a", "stream": True}).events
+        assert len(waited) >= 4 and all(event["content"] == "" and not event["stop"] for event in waited[:3])
         assert served.chat().status == 504
         engine.held.set()
         served.idle()
+
+
+def test_a_reply_whose_time_ends_before_it_begins_is_an_error(loaded: LoadedModel) -> None:
+    class Late(ScriptedEngine):
+        def step(self) -> list[SequenceOutput]:
+            return [dataclasses.replace(output, finish_reason="deadline") for output in super().step()]
+
+    with serving(loaded, Late(lambda request: [5])) as served:
+        answer = served.chat()
+        assert (answer.status, answer.error["code"]) == (504, "timeout")
 
 
 def test_g27_while_it_drains_nothing_new_begins(scripted: Scripted) -> None:

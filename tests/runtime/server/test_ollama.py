@@ -121,10 +121,18 @@ def test_thinking_is_a_field(reasoning: LoadedModel, scripted: Scripted, think: 
         assert "".join(part.thinking or "" for part in parts) == (shown or "")
 
 
-@pytest.mark.parametrize("think", [None, ""])
-def test_a_request_without_think_leaves_it_to_the_template(think: str | None) -> None:
+@pytest.mark.parametrize(
+    ("think", "arguments"),
+    [
+        (None, {}),
+        ("", {}),
+        (True, {"enable_thinking": True}),
+        ("low", {"enable_thinking": True, "reasoning_effort": "low"}),
+    ],
+)
+def test_think_is_an_argument_of_the_template(think: bool | str | None, arguments: dict[str, Any]) -> None:
     body = OllamaChatRequest.model_validate({"model": "pico", "messages": MESSAGES, "think": think})
-    assert ollama_spec(body, [], read_options(body, 512)).arguments == {}
+    assert ollama_spec(body, [], read_options(body, 512)).arguments == arguments
 
 
 @pytest.mark.parametrize(

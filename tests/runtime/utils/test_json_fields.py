@@ -74,6 +74,9 @@ def test_a_boolean_is_true_or_false(value: object) -> None:
 def test_missing_and_null_are_the_default_or_an_error() -> None:
     fields = Fields({"null": None}, "config.json")
     assert (fields.integer("null", 4), fields.number("gone", 0.5), fields.text("gone", "x")) == (4, 0.5, "x")
+    assert fields.boolean("null", False) is False
+    with pytest.raises(ModelError, match="config.json: null must be true or false"):
+        fields.boolean("null", True)
     assert fields.boolean("gone", True) and fields.array("null", int) == [] and fields.object("gone").values == {}
     for read in (fields.integer, fields.number, fields.text):
         with pytest.raises(ModelError, match="config.json: null is missing"):

@@ -9,11 +9,15 @@ from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
+from mycli.runtime.checkpoint.formats.gguf import read_quantization, tensors
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, pack_rows
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, READABLE_NAMES, TYPES, TYPES_BY_NAME, GgmlType
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scale_codes import scale_codes
+from mycli.runtime.utils.json_fields import Fields
+from tests.support.paths import PICO
 
 
 # Types of llama.cpp that the gguf library may not decode, with the loops of ggml-quants.c for one block.
@@ -161,6 +165,17 @@ def test_a_level_that_the_type_has_not_is_an_error() -> None:
     data = torch.full((1, 66), 0xFF, dtype=torch.uint8)
     with pytest.raises(ModelError, match="TQ2_0"):
         pack_rows(data, TYPES_BY_NAME["TQ2_0"])
+
+
+def test_columns_in_another_order_leave_groups_without_their_super_blocks() -> None:
+    config = open_model_folder(PICO).config
+    queries, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+    section = Fields({"types": {queries: "Q4_K", down: "Q4_K"}, "reordered": [down]}, "config.json")
+    packings = read_quantization(section, config, None)
+    assert packings[queries] == TYPES_BY_NAME["Q4_K"].packing == replace(packings[down], byte_scales="super_blocks")
+    linear = next(linear for linear in config.linears() if linear.name == down)
+    ((_, _, types),) = tensors(linear, packings[down], {})
+    assert packings[down].byte_scales is None and "Q4_K" in types
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q6_K"])

@@ -121,6 +121,12 @@ def test_encoders_have_the_vectors_and_tokens_of_their_folder(
     assert opened.config.max_context == original.config.max_context
 
 
+def test_without_a_window_every_layer_of_modern_bert_reads_the_whole_text(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "hf", "modernbert", local_attention=0, num_hidden_layers=4)
+    opened = open_model_folder(write(folder, tmp_path / "a.gguf", "modern-bert", 1, word_pieces()))
+    assert [layer.attention.window for layer in opened.config.layer_specs] == [None] * 4
+
+
 def _nomic_moe(weights: dict[str, Tensor], tokens: list[int], heads: int) -> Tensor:
     """Return the states that llama.cpp's build_moe_ffn and the layers around it define, with exact GELU."""
 
