@@ -147,11 +147,12 @@ def test_the_native_gated_norm(heads: int, size: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.usefixtures("library")
 @DTYPES
-@pytest.mark.parametrize("groups, size", [(1, 16), (3, 48)])
+@pytest.mark.parametrize("groups, size", [(1, 16), (3, 48), (3, 20)])
 def test_the_native_norm_of_groups(groups: int, size: int, dtype: torch.dtype) -> None:
     x, gate = normal(7, groups * size).to(dtype), (normal(7, groups * size + 16, seed=1) * 8).to(dtype)[:, 16:]
     gain = normal(groups * size, seed=2).to(dtype)
-    close(native_group_norm(x, gain, 1e-6, gate, groups), group_norm(x, gain, 1e-6, gate, groups))
+    with torch.inference_mode():  # groups of another size than whole vectors are computed by rows
+        close(native_group_norm(x, gain, 1e-6, gate, groups), group_norm(x, gain, 1e-6, gate, groups))
 
 
 def test_the_convolution_is_that_of_torch() -> None:

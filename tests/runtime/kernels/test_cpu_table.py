@@ -50,6 +50,7 @@ def test_products_are_those_of_fp64(kind: str, group: int | None) -> None:
     matmul = prepare_product(given, torch.float32)
     assert isinstance(matmul, CpuMatmul if kind in ("e2m1", *INTEGER_TABLES) else TableMatmul)
     assert torch.equal(matmul.dequantize(), dequantize(given))
+    assert isinstance(matmul, CpuMatmul) or matmul.nbytes == given.packed.nbytes + given.scales.nbytes
     wanted = exact(given)
     for rows in (1, 3, 4, 7, 16, 40):
         x = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows))

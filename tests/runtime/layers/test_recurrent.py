@@ -1,5 +1,6 @@
 """Test recurrent layers on their own; tests/runtime/engine/test_recurrent.py tests their states in the engine."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -95,4 +96,5 @@ def test_states_advance_by_rows_of_the_declared_widths(case: str, tmp_path: Path
         x = torch.zeros(1, 2, model.config.hidden_size)
         mixer(x, torch.zeros(1, 2, mixer.projection.out_features), states)
         declared.append(mixer.widths)
+        assert mixer.nbytes == sum(4 * math.prod(shape) for _, shape in mixer.spec.tensors())
     assert declared and states.widths == declared

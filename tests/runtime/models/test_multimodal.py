@@ -94,6 +94,13 @@ def test_the_window_of_idefics2_as_published(window: dict[str, Any], expected: i
     assert sizes == (config.hidden_size, config.layers, config.kv_heads)
 
 
+def test_a_null_for_tying_the_head_is_refused() -> None:
+    text = {"model_type": "mistral", "tie_word_embeddings": False}
+    raw = {"model_type": "idefics2", "text_config": text, "tie_word_embeddings": None}
+    with pytest.raises(ModelError, match="tie_word_embeddings"):
+        parse_config(TextPart.from_config(Fields(raw, "config.json")).config)
+
+
 def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
     """Load a random Gemma 4 in the format of Google's: compressed-tensors, int4, groups of 32, text part only."""
     model = make_folder(tmp_path / "source", "gemma4")

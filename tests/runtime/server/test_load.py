@@ -1,5 +1,6 @@
 """Test clients that disconnect, do not read, wait, or are too many: none affects the others."""
 
+import asyncio
 import dataclasses
 import http.client
 import json
@@ -13,7 +14,10 @@ from contextlib import ExitStack
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.server.delivery import MAX_BEHIND, Delivery
+from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import ScriptedEngine, Served, joined, serving
@@ -78,6 +82,23 @@ def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> 
             assert served.chat("Hi").status == 200 and time.monotonic() < end
         served.idle()
         connection.close()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_pieces_that_wait_for_a_slow_reader_have_a_limit(more: int) -> None:
+    async def read() -> int:
+        delivery = Delivery()
+        for _ in range(2):
+            delivery.put([Piece()] * (MAX_BEHIND // 2))
+        delivery.put([Piece()] * more)
+        await asyncio.sleep(0)
+        return len(await delivery.next())
+
+    if more:
+        with pytest.raises(ApiError, match="reads the reply too slowly"):
+            asyncio.run(read())
+    else:
+        assert asyncio.run(read()) == MAX_BEHIND
 
 
 @pytest.mark.slow
