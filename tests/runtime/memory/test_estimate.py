@@ -372,13 +372,6 @@ def test_layers_with_attention_and_a_state_space_hold_the_larger_of_the_two(tmp_
     assert pass_values(layer) == 2 * hidden + hidden + values + hidden
 
 
-def test_a_packed_weight_of_latents_is_decoded_at_load() -> None:
-    packed = plan("DeepSeek-V2-Lite", Packing(4, 64))
-    dense = {name: packing for name, packing in packed.packings.items() if not name.endswith(".kv_b_proj")}
-    assert len(packed.packings) - len(dense) == 27
-    assert weight_bytes(packed) == weight_bytes(replace(packed, packings=dense))
-
-
 def test_layers_without_attention_hold_the_values_of_their_part() -> None:
     config = published("Nemotron-H-8B")
     hidden, layers = config.hidden_size, config.layer_specs

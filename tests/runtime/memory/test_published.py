@@ -128,6 +128,13 @@ def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:
     assert cache_bytes(plan(name, context=CACHE_BLOCK)) == CACHE_BLOCK * layers * of_each
 
 
+def test_a_packed_weight_of_latents_is_decoded_at_load() -> None:
+    packed = plan("DeepSeek-V2-Lite", Packing(4, 64))
+    dense = {name: packing for name, packing in packed.packings.items() if not name.endswith(".kv_b_proj")}
+    assert len(packed.packings) - len(dense) == 27
+    assert weight_bytes(packed) == weight_bytes(replace(packed, packings=dense))
+
+
 def test_the_cache_of_layers_that_differ() -> None:
     """The layers with full attention have longer heads, fewer in 31B; layers with shared keys store nothing."""
     small = 12 * 2 * 1 * 256 + 3 * 2 * 1 * 512  # 15 of 35 layers store keys and values, every fifth with full attention

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 
 from mycli.runtime.tokenizer import backend as encoding
-from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, is_trusted
+from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, Pipeline, is_trusted
+from tests.support.paths import PICO
 
 QWEN = sorted(KNOWN_PATTERNS, key=len)[-1]
 
@@ -56,6 +57,7 @@ def test_tame(values: dict[str, Any]) -> None:
         ),
         pytest.param({"normalizer": {"type": "Sequence", "normalizers": None}}, id="malformed"),
         pytest.param({"normalizer": ["NFC"]}, id="list"),
+        pytest.param({"pre_tokenizer": {"type": "Split", "pattern": " "}}, id="split-malformed"),
         pytest.param({"post_processor": {**special("<s>"), "pair": special("</s>")["single"]}}, id="C2-pair"),
         pytest.param({"post_processor": {**special("<s>"), "pair": None}}, id="pair-malformed"),
         pytest.param({"pre_tokenizer": split(Regex="(a+)+")}, id="C4-regex"),
@@ -92,3 +94,11 @@ def test_known_pattern_is_quick(pattern: str) -> None:
     for run in ("a", "A", "aA", "1", " ", "\n", " \n", "!", " !", "é", "日", "'s", "\u0301"):
         for end in ("", "a", "!", "\n"):
             assert split.pre_tokenize_str(run * 2000 + end)
+
+
+@pytest.mark.parametrize(("plain", "inside"), [(False, False), (True, False), (True, True)])
+def test_a_long_text_has_the_tokens_of_a_short_one(plain: bool, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, text = Pipeline((PICO / "tokenizer.json").read_bytes(), lower=False), "<|im_end|> A short text"
+    expected = pipeline.encode(text, False, plain, inside)
+    monkeypatch.setattr(encoding, "LONG_TEXT", 3)
+    assert pipeline.encode(text, False, plain, inside) == expected

@@ -15,7 +15,8 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.tokenizer.backend import Pipeline
 from mycli.runtime.tokenizer.chat_template import Message, TemplateOptions
 from mycli.runtime.tokenizer.stream import StreamDecoder
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from mycli.runtime.tokenizer.tokenizer import Tokenizer, _names_types
+from mycli.runtime.utils.json_fields import Fields
 from tests.support.grids import examples
 
 ROOT = Path(__file__).parents[3]
@@ -187,3 +188,16 @@ def test_an_end_token_is_missing_if_only_the_settings_add_it(tmp_path: Path, add
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMES["pico"], "add_eos_token": setting}))
     tokenizer = Tokenizer.load(tmp_path, ROWS["pico"])
     assert tokenizer.missing_eos == ((2,) if setting and not added else ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "types"),
+    [
+        ({}, True),
+        ({"tokenizer_class": "RobertaTokenizerFast"}, False),
+        ({"tokenizer_class": "RobertaTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}, True),
+        ({"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}, False),
+    ],
+)
+def test_the_settings_name_the_inputs_of_a_model_of_pairs(settings: dict[str, Any], types: bool) -> None:
+    assert _names_types(Fields(settings, "tokenizer_config.json")) == types

@@ -8,7 +8,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
-from mycli.runtime.tokenizer.parsing.tool_formats import declared_tool_format
+from mycli.runtime.tokenizer.parsing.tool_formats import declared_tool_format, find_tool_format, model_tool_format
 from mycli.runtime.utils.json_fields import Fields
 from tests.runtime.tokenizer.parsing.test_tool_parser import TOOLS, parse
 
@@ -74,6 +74,16 @@ def test_declared_elements_are_read_as_transformers_reads_them(
     form = declared_tool_format(read_response_template(Fields(spec, "t")))
     assert form is not None
     assert parse(form, text, 3) == [("f", theirs["tool_calls"][0]["function"]["arguments"])]
+
+
+def test_a_template_without_calls_leaves_them_to_the_chat_template() -> None:
+    chat, calls = "<tool_call> {{ tools }}", Fields(DECLARED, "t")
+    reasoning = Fields({"fields": {"content": {}, "thinking": {"open": "<think>", "close": "</think>"}}}, "t")
+    by_markers = find_tool_format(chat)
+    assert by_markers is not None
+    assert model_tool_format(calls, chat) == declared_tool_format(read_response_template(calls)) != by_markers
+    for template in (reasoning, Fields({"fields": 3}, "t")):
+        assert model_tool_format(template, chat) == by_markers
 
 
 @pytest.mark.parametrize("arguments", [{}, {"strip": False}])
