@@ -181,3 +181,17 @@ def test_only_pipes_that_may_be_read_are_waited_for(tmp_path: Path) -> None:
             assert file.read() == b"text" and bool(flags & os.O_NONBLOCK) != pipes
     with pytest.raises(UsageError, match="a folder"), open_input(tmp_path):
         pass
+
+
+def test_a_lock_file_that_its_holder_removes_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    holder = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    def end(_: str) -> None:
+        path.unlink()
+        os.close(holder)
+
+    with locked(path, end, remove=True):
+        assert path.read_text() == str(os.getpid())
+    assert not path.exists()
