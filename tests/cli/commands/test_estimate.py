@@ -191,10 +191,10 @@ def test_a_model_of_modelopt_up_to_0_29_is_estimated_as_quantized(
 
 
 def test_a_bad_config_of_the_hub_is_named(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.add("org/bad", {"config.json": b'{"model_type": "mamba"}'})
+    server.add("org/bad", {"config.json": b'{"model_type": "rwkv"}'})
     server.add("org/huge", {"config.json": b" " * (2 << 20)})
     assert call("org/bad") == ExitCode.MODEL
-    assert "org/bad: config.json: model_type 'mamba'" in capsys.readouterr().err
+    assert "org/bad: config.json: model_type 'rwkv'" in capsys.readouterr().err
     assert call("org/huge") == ExitCode.MODEL
 
 
