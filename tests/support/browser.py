@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,6 +102,15 @@ class Browser:
         found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    @contextmanager
+    def before_load(self, script: str) -> Iterator[None]:
+        """Run `script` in each page that is opened, before its own."""
+        added = self._call("Page.addScriptToEvaluateOnNewDocument", source=script)
+        try:
+            yield
+        finally:
+            self._call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
 
     def wait(self, script: str, seconds: float = SECONDS) -> None:
         """Until a JavaScript expression is true."""

@@ -143,8 +143,9 @@ function grow() {
   at("prompt").rows = Math.min(12, at("prompt").value.split("\n").length);
 }
 
-function ask(event) {
+async function ask(event) {
   event?.preventDefault();
+  await listed;
   const content = at("prompt").value, files = attached();
   if (running || !(content.trim() || files.length)) return;
   const message = {role: "user", content, ...(files.length ? {files} : {})};
@@ -164,7 +165,8 @@ function ask(event) {
 }
 
 // Asks again from a message on: an edited question, or the question before a reply. Without an answer nothing changes.
-function again(index, edited) {
+async function again(index, edited) {
+  await listed;
   if (running) return;
   const before = conversation.messages;
   conversation.messages = [...before.slice(0, index), ...(edited ? [edited] : [])];
@@ -217,5 +219,5 @@ listenForFiles();
 listenForOptions();
 showSide();
 open(openId());
-loadModels();
+const listed = loadModels();  // a request names its model, so what is sent sooner waits for the list
 showState();

@@ -79,3 +79,23 @@ def test_on_a_wide_screen_the_key_of_the_list_moves_the_focus_to_it(browser: Bro
         browser.press("l", 76, code="KeyL", modifiers=1)
         assert browser.run("document.activeElement.className") == "title"
         assert not browser.run("document.body.matches('.listing')")
+
+
+SLOW_LIST = """
+const asked = window.fetch, gate = new Promise((open) => { window.openGate = open; });
+window.fetch = async (path, ...rest) => { if (path === "v1/models") await gate; return asked(path, ...rest); };
+"""
+
+
+def test_what_is_sent_before_the_models_are_listed_waits_for_them(browser: Browser, scripted: Scripted) -> None:
+    with scripted("Hi") as served, browser.before_load(SLOW_LIST):
+        browser.open(f"{served.url}/")
+        ask(browser, "One", 0)
+        browser.press("Enter", 13, "\r")
+        assert browser.run("[document.querySelectorAll('.turn').length, document.getElementById('prompt').value]") == [
+            0,
+            "One",
+        ]
+        browser.run("openGate()")
+        replied(browser)
+        assert shown(browser, ".user .text") == ["One"] and not browser.run("document.getElementById('prompt').value")
