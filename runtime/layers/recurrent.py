@@ -248,8 +248,29 @@ class ShortConv(nn.Module):
         return CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, states[0], runs, False)
 
 
-class Mamba(nn.Module):
+class _StateSpace(nn.Module):
+    spec: MambaSpec | SelectiveSpec
+    convolution: Convolution
+    rate: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are neither linears nor norms."""
+        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes + self.skip.nbytes
+
+    def load(self, weights: CheckpointWeights) -> None:
+        self.convolution.load(weights)
+        names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
+        decay, self.dt_bias, self.skip = (weights.read(name, torch.float32) for name in names)
+        self.rate = -decay.exp()
+
+
+class Mamba(_StateSpace):
     """Mamba-2 between the products `projection` and `out`; see `MambaSpec`."""
+
+    spec: MambaSpec
 
     def __init__(self, spec: MambaSpec, layer: int) -> None:
         super().__init__()
@@ -264,16 +285,8 @@ class Mamba(nn.Module):
         self.rate, self.dt_bias, self.skip = (torch.empty(spec.heads, device="meta") for _ in range(3))
         self._multipliers: Tensor | None = None  # fp64, of each column of `projection`
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that are neither linears nor norms."""
-        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes + self.skip.nbytes
-
     def load(self, weights: CheckpointWeights) -> None:
-        self.convolution.load(weights)
-        names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
-        decay, self.dt_bias, self.skip = (weights.read(name, torch.float32) for name in names)
-        self.rate = -decay.exp()
+        super().load(weights)
         spec = self.spec
         if spec.multipliers:
             counts = torch.tensor((spec.inner, spec.inner, *2 * (spec.groups * spec.state_dim,), spec.heads))
@@ -303,8 +316,10 @@ class Mamba(nn.Module):
         return SCAN(x, steps, self.rate, self.dt_bias, self.skip, matrices, runs, self.sizes)
 
 
-class Selective(nn.Module):
+class Selective(_StateSpace):
     """Mamba-1 between the products `projection` and `out`; see `SelectiveSpec`."""
+
+    spec: SelectiveSpec
 
     def __init__(self, spec: SelectiveSpec, layer: int) -> None:
         super().__init__()
@@ -320,16 +335,9 @@ class Selective(nn.Module):
         self.unquantized = (self.select, self.step)
         self.rate, self.dt_bias, self.skip = (torch.empty(0, device="meta") for _ in range(3))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that are neither linears nor norms."""
-        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes + self.skip.nbytes
-
     def load(self, weights: CheckpointWeights) -> None:
-        self.convolution.load(weights)
-        names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
-        decay, self.dt_bias, self.skip = (weights.read(name, torch.float32) for name in names)
-        self.rate = -decay.exp().T.contiguous()
+        super().load(weights)
+        self.rate = self.rate.T.contiguous()  # [state_dim, channels]
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""

@@ -38,7 +38,7 @@ function showModel() {
   document.title = (chosen ? chosen.value + " · " : "") + "mycli";
 }
 
-export async function loadModels() {
+async function listModels() {
   try {
     const listed = await models(), before = at("model").value || settings().model;
     const options = listed.map((model) => {
@@ -56,6 +56,15 @@ export async function loadModels() {
   } catch (error) {
     if (error.status === 401) askForKey();
   }
+}
+
+let listed;  // settled when the list that was requested last has arrived
+
+export const loadModels = () => (listed = listModels());
+
+// A request names its model: what is sent before there is one waits for the list.
+export async function modelChosen() {
+  if (!at("model").value) await listed;
 }
 
 export function askForKey() {

@@ -3,7 +3,7 @@
 import {attached, listenForFiles, setAttached, withFiles} from "./attachments.js";
 import {streamReply} from "./client.js";
 import {at, showProblem} from "./dom.js";
-import {askForKey, listenForOptions, loadModels, requestOptions, showState, systemPrompt} from "./options.js";
+import {askForKey, listenForOptions, loadModels, modelChosen, requestOptions, showState, systemPrompt} from "./options.js";
 import {openSide, sidebar, sideIsOpen} from "./sidebar.js";
 import {conversations, createConversation, keep, openId, setOpenId} from "./storage.js";
 import {addUserTurn, removeTurns, ReplyView, scrollDown} from "./turns.js";
@@ -145,7 +145,7 @@ function grow() {
 
 async function ask(event) {
   event?.preventDefault();
-  await listed;
+  await modelChosen();
   const content = at("prompt").value, files = attached();
   if (running || !(content.trim() || files.length)) return;
   const message = {role: "user", content, ...(files.length ? {files} : {})};
@@ -166,8 +166,9 @@ async function ask(event) {
 
 // Asks again from a message on: an edited question, or the question before a reply. Without an answer nothing changes.
 async function again(index, edited) {
-  await listed;
-  if (running) return;
+  const shown = conversation;
+  await modelChosen();
+  if (running || conversation !== shown) return;
   const before = conversation.messages;
   conversation.messages = [...before.slice(0, index), ...(edited ? [edited] : [])];
   showProblem("");
@@ -219,5 +220,5 @@ listenForFiles();
 listenForOptions();
 showSide();
 open(openId());
-const listed = loadModels();  // a request names its model, so what is sent sooner waits for the list
+loadModels();
 showState();

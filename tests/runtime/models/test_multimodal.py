@@ -95,8 +95,7 @@ def test_the_window_of_idefics2_as_published(window: dict[str, Any], expected: i
 
 
 def test_a_null_for_tying_the_head_is_refused() -> None:
-    text = {"model_type": "mistral", "tie_word_embeddings": False}
-    raw = {"model_type": "idefics2", "text_config": text, "tie_word_embeddings": None}
+    raw = {"model_type": "idefics2", "text_config": {"model_type": "mistral"}, "tie_word_embeddings": None}
     with pytest.raises(ModelError, match="tie_word_embeddings"):
         parse_config(TextPart.from_config(Fields(raw, "config.json")).config)
 

@@ -1,12 +1,14 @@
 """The page when its user leaves, opens a second tab or loses the server."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.server.http.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
-from tests.runtime.server.test_page import ask, browser, click, meet, replied, roles, shown, stored
+from tests.runtime.server.test_page import ask, browser, click, fill, meet, replied, roles, shown, stored
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.served import ScriptedEngine, serving
 
@@ -83,19 +85,30 @@ def test_on_a_wide_screen_the_key_of_the_list_moves_the_focus_to_it(browser: Bro
 
 SLOW_LIST = """
 const asked = window.fetch, gate = new Promise((open) => { window.openGate = open; });
-window.fetch = async (path, ...rest) => { if (path === "v1/models") await gate; return asked(path, ...rest); };
+window.fetch = async (path, ...rest) => {
+  if (path === "v1/models" && rest[0].headers.authorization === HELD) await gate;
+  return asked(path, ...rest);
+};
 """
 
 
-def test_what_is_sent_before_the_models_are_listed_waits_for_them(browser: Browser, scripted: Scripted) -> None:
-    with scripted("Hi") as served, browser.before_load(SLOW_LIST):
+@pytest.mark.parametrize("key", [None, "the-key"])
+def test_what_is_sent_before_the_models_are_listed_waits_for_them(
+    key: str | None, browser: Browser, scripted: Scripted
+) -> None:
+    held, settings = "undefined", ServerSettings(("pico",))
+    if key is not None:  # without which the list is refused
+        held, settings = json.dumps(f"Bearer {key}"), replace(settings, key=key.encode())
+    with scripted("Hi", settings=settings) as served, browser.before_load(SLOW_LIST.replace("HELD", held)):
+        browser.open(f"{served.url}/health")
+        browser.run("localStorage.clear(); sessionStorage.clear()")
         browser.open(f"{served.url}/")
+        if key is not None:
+            browser.wait("document.getElementById('settings').open")
+            fill(browser, "#key", key)
         ask(browser, "One", 0)
         browser.press("Enter", 13, "\r")
-        assert browser.run("[document.querySelectorAll('.turn').length, document.getElementById('prompt').value]") == [
-            0,
-            "One",
-        ]
+        assert not shown(browser, ".turn") and browser.run("document.getElementById('prompt').value") == "One"
         browser.run("openGate()")
         replied(browser)
         assert shown(browser, ".user .text") == ["One"] and not browser.run("document.getElementById('prompt').value")
