@@ -309,3 +309,18 @@ def test_real_templates(name: str, child: ChatTemplate) -> None:
 def test_each_use_is_found_once_with_its_line(source: str, findings: list[tuple[str, str, int]]) -> None:
     found = handler(None)(source)["findings"]
     assert [(code, data["value"], data["line"]) for code, data in found] == findings
+
+
+@pytest.mark.parametrize(("condition", "continues"), [("loop.last", True), ("true", False)], ids=["last", "every"])
+def test_replies_that_a_template_refuses_are_not_continued(
+    condition: str, continues: bool, child: ChatTemplate, quick: None
+) -> None:
+    """One that refuses a reply as the last message alone shows by an earlier one how it opens replies."""
+    old, new = refusing(f"message.role == 'assistant' and {condition}")
+    assert check_template(probe_of(child, GOOD.replace(old, new))).continues == continues
+
+
+def test_a_template_that_no_worker_can_check_has_no_line(child: ChatTemplate, quick: None) -> None:
+    (finding,) = check_template(probe_of(child, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")).findings
+    assert finding.code == "syntax" and finding.data["line"] == 0
+    assert str(finding.data["cause"]).startswith("RecursionError: ")
