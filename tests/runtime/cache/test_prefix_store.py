@@ -117,9 +117,7 @@ def _folder(path: Path) -> None:
 
 
 def _link(path: Path) -> None:
-    target = path.with_name("elsewhere")
-    target.write_bytes(b"x" * FILE)
-    path.symlink_to(target)
+    path.symlink_to(path.with_name("elsewhere"))  # the file itself
 
 
 def _loop(path: Path) -> None:
@@ -131,7 +129,7 @@ def test_what_is_no_file_is_neither_opened_nor_followed(tmp_path: Path, make: Ca
     store = filled(tmp_path)
     first = store.find(TEXT, NBYTES).pieces[0]
     path = tmp_path / f"{first.name.hex()}.kv"
-    path.unlink()
+    path.rename(tmp_path / "elsewhere")
     make(path)
     assert store.read(first, NBYTES) is None, "removed by another process after `find`"
     path.unlink(missing_ok=True) if not path.is_dir() else None

@@ -161,6 +161,20 @@ def test_packed_halves_of_latent_attention_are_read(tmp_path: Path) -> None:
     load_model(folder, CPU)
 
 
+def test_a_head_is_not_divided_again_after_it_was_quantized(tmp_path: Path) -> None:
+    """Rows of Baichuan's heads are divided by their norms, by mlx-lm before it quantizes."""
+    make(tmp_path, *CASES["baichuan-mha"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    packed, expected = affine(torch.nn.functional.normalize(tensors.pop("lm_head.weight")), 8)
+    tensors |= {f"lm_head.{part}": tensor.contiguous() for part, tensor in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 32, "bits": 8}}))
+    folder = open_model_folder(tmp_path)
+    assert list(folder.packings) == ["lm_head"]
+    assert torch.allclose(load_model(folder, CPU).model.head.weight(), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("lost", ["unembed_out", "a head"])
 def test_halves_that_do_not_fit_are_refused_by_name(lost: str, tmp_path: Path) -> None:
     def damage(tensors: Tensors) -> Tensors:

@@ -1,10 +1,14 @@
 """Test which linears the files of a family have in one tensor: exports that pack linears refuse those families."""
 
+from pathlib import Path
+
 import pytest
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.restored_weights import joined_linears
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.embedding_models import encoder
 from tests.support.families import CASES
 from tests.support.family_parts import SMALL
 
@@ -31,3 +35,12 @@ def test_queries_keys_and_values_are_joined_by_key_head(case: str, names: set[st
         assert [part.split(".")[-2] for part in tensor.parts] == ["q_proj", "k_proj", "v_proj"]
         assert sum(shapes[part][0] for part in tensor.parts) == tensor.shape[0]
         assert tensor.shape[1:] == shapes[tensor.parts[0]][1:] and tensor.groups == config.kv_heads
+
+
+def test_gte_has_up_and_gate_in_one_tensor(tmp_path: Path) -> None:
+    folder = open_model_folder(encoder(tmp_path / "model", "gte"))
+    joined, declared = list(joined_linears(folder.config)), dict(folder.config.tensors())
+    assert len(joined) == folder.config.layers
+    for tensor in joined:
+        assert [part.split(".")[-2] for part in tensor.parts] == ["up_proj", "gate_proj"]
+        assert tensor.shape == (sum(declared[part][0] for part in tensor.parts), folder.config.hidden_size)

@@ -95,6 +95,25 @@ def test_texts_within_a_chat_template_are_refused(tmp_path: Path) -> None:
         read_embedding_spec(tmp_path, 8)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "place"),
+    [
+        (("StaticEmbedding", "Pooling"), 0),
+        (("Transformer", "Pooling", "Transformer"), 2),
+        (("Transformer", "LSTM", "Pooling"), 1),
+        (("Transformer", "Pooling", "Normalize", "Dense"), 2),
+    ],
+)
+def test_other_modules_and_orders_are_refused(kinds: tuple[str, ...], place: int, tmp_path: Path) -> None:
+    """One that is skipped would change every vector."""
+    modules = [{"type": TYPES + kind, "path": f"{index}_{kind}"} for index, kind in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    with pytest.raises(ModelError, match=f"module '{kinds[place]}' is not supported in place {place}"):
+        read_embedding_spec(tmp_path, 8)
+
+
 @pytest.mark.parametrize("path", ["..", ".", "", "../1_Pooling", "/etc", ".hidden", "a/b"])
 def test_a_module_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
     modules = [("Transformer", ""), ("Pooling", path)]

@@ -236,3 +236,16 @@ def test_a_search_ends_at_the_deadline_with_the_beams_it_has(loaded: LoadedModel
     limited = searched(engine(loaded), [replace(search, limit=6, deadline=None)])[0][:2]
     assert [list(outputs[number].tokens) for number in numbers] == limited
     assert {outputs[number].finish_reason for number in numbers} == {"length"} and not machine.has_work
+
+
+def test_a_search_that_waits_too_long_ends_without_a_token(loaded: LoadedModel) -> None:
+    now = [0.0]
+    shape = CacheShape.paged(128, 512, 8)
+    machine = Engine(loaded.runner, shape, loaded.vocabulary_size, running=8, clock=lambda: now[0])
+    search = replace(request(loaded, ids(loaded, PROMPTS[0]), (3, 8, 1.0, False)), deadline=2.0)
+    numbers = machine.submit_replies(search, 3)
+    now[0] = 2.0
+    outputs = drain(machine)
+    assert {number: [(part.finish_reason, part.tokens) for part in outputs[number]] for number in numbers} == {
+        number: [("deadline", ())] for number in numbers
+    }

@@ -132,6 +132,19 @@ def test_a_reply_has_as_many_tokens_as_its_limit(pico: ModelRunner, limit: int) 
     assert sum(len(output.tokens) for output in outputs) == limit and outputs[-1].finish_reason == "length"
 
 
+def test_the_progress_of_a_prompt_is_that_of_the_longest(pico: ModelRunner) -> None:
+    engine = paged(pico, 256, chunk=8)
+    assert engine.tokens_read == (0, 0)
+    submitted(engine, Request(tuple(PROMPT), limit=2))
+    engine.step()
+    assert engine.tokens_read == (8, 0)
+    drain(engine)
+    submitted(engine, Request(tuple(PROMPT), limit=4))
+    submitted(engine, Request((7,), limit=4))
+    engine.step()
+    assert engine.tokens_read == (11, 10), "all but the last token of the prompt was cached"
+
+
 def test_what_can_never_be_answered_is_refused_with_the_numbers(pico: ModelRunner) -> None:
     """F1, F2, F3, F8."""
     engine = contiguous_engine(pico, 10)

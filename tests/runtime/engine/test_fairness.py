@@ -334,3 +334,15 @@ def test_a_search_keeps_its_places_after_a_pause_unless_it_is_batch(batch: bool)
     for beam in beams:
         beam.tokens += [1] * RESUMED_TOKENS
     assert shares.gives_way(beams, one, beams) is beams[1]
+
+
+def test_a_paused_search_continues_if_nothing_else_can() -> None:
+    shares, engine = FairShares(), scheduler()
+    beams = [engine.submit(Request(prompt(0), limit=50, user="a", group="g", beams=BeamOptions(2))) for _ in range(2)]
+    one = submit(engine, 1, "b")
+    for sequence in (*beams, one):
+        shares.enter(sequence, 0)
+    shares.pause(beams[1])
+    assert shares.gives_way(beams, one, beams) is beams[1]
+    shares.resume()
+    assert shares.gives_way(beams, one, beams) is None

@@ -12,6 +12,7 @@ from mycli.runtime.errors import ExitCode, NotFoundError, UsageError, UserError
 from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import data_dir, repo_folder
+from mycli.runtime.utils.files import try_lock
 from tests.support.paths import PICO
 from tests.support.stored_models import FILES, FIRST, SECOND, cached, checked, quantized
 
@@ -165,6 +166,18 @@ def test_what_a_killed_command_leaves_is_listed_and_can_be_removed(left: str) ->
     assert rows()[left][0] == "unfinished"
     removed(left)
     assert not list(folder.parent.iterdir())
+
+
+@pytest.mark.parametrize("lock", ["tiny-int4.work/lock", "tiny-int4.lock"], ids=["work", "target"])
+def test_what_another_process_writes_is_not_removed(lock: str) -> None:
+    work = data_dir() / "models" / ".tiny-int4.work"
+    work.mkdir(parents=True)
+    with (work.parent / f".{lock}").open("wb") as file:
+        assert try_lock(file.fileno())
+        with pytest.raises(UsageError, match="another process is using it"):
+            plan_removal("tiny-int4.work")
+    removed("tiny-int4.work")
+    assert not work.exists()
 
 
 def test_a_quantized_model_goes_by_its_name() -> None:

@@ -156,3 +156,11 @@ def test_a_damaged_file_of_ollamas_is_pulled_again_by_ollama(
     with pytest.raises(SystemExit) as ended:
         main(["verify", "tiny:1b", *options])
     assert ended.value.code == code and "ollama pull" in capsys.readouterr().err and blob.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "org/tiny/deeper", "org", "org/"])
+def test_a_name_of_lm_studio_is_a_publisher_and_a_repository(home: Path, name: str) -> None:
+    """Nothing outside of its folder is opened."""
+    for place in ("../elsewhere/tiny.gguf", "org/tiny/deeper/tiny.gguf", "org/tiny/tiny.gguf"):
+        lm_studio(home, DATA, place)
+    assert find_stored(name) is None and find_stored("org/tiny") is not None

@@ -19,3 +19,12 @@ def test_a_download_resumes_after_the_bytes_that_are_there(stored: int, done: in
     with PartialFile(path, FILE, lambda _: None) as partial:
         assert partial.done == done
     assert path.stat().st_size == stored
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.write_bytes(DATA)
+    (tmp_path / "a.bin.partial").symlink_to(target)
+    with pytest.raises(OSError), PartialFile(tmp_path / "a.bin.partial", FILE, lambda _: None):
+        pass
+    assert target.read_bytes() == DATA

@@ -198,6 +198,13 @@ def test_paths_that_do_not_work(name: str, kind: type[UserError], words: str) ->
     assert isinstance(error, kind) and (words in error.message or "too long" in error.message)
 
 
+def test_a_quantized_model_without_its_config_is_damaged() -> None:
+    folder = store.data_dir() / "models" / "tiny-int4"
+    folder.mkdir(parents=True)
+    error = failure("tiny-int4")
+    assert error.message == f"tiny-int4 is damaged: {folder} has no config.json" and error.code == "remove-model"
+
+
 def test_a_model_whose_quantization_was_interrupted_is_named_as_that() -> None:
     (store.data_dir() / "models" / ".tiny-gptq-int4-g128.work").mkdir(parents=True)
     error = failure("tiny-gptq-int4-g128")

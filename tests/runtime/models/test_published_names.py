@@ -88,3 +88,10 @@ def test_the_first_version_of_ling_routes_by_softmax_and_rotates_whole_heads() -
 def test_what_ling_files_ask_for_and_no_layer_computes_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ModelError, match="moe_router_enable_expert_bias" if value == "sigmoid" else field):
         _ling_1(**{field: value})
+
+
+def test_a_deepseek_moe_that_names_no_dense_layer_has_none() -> None:
+    """The default of its published code; transformers has no such class."""
+    fields = {key: value for key, value in DEEPSEEK_MOE.items() if key != "first_k_dense_replace"}
+    config = parse_config(Fields(fields, "config.json"))
+    assert all(isinstance(layer.mlp, ExpertsSpec) for layer in config.layer_specs)

@@ -66,6 +66,7 @@ def test_an_infill_has_llama_cpps_fields(coding: Served) -> None:
     assert reply["stop"] is True and reply["stop_type"] == "limit" and reply["truncated"] is False
     assert reply["tokens_predicted"] == len(reply["tokens"]) == 8 == reply["timings"]["predicted_n"]
     assert reply["tokens_evaluated"] == reply["timings"]["prompt_n"] + reply["timings"]["cache_n"] > 8
+    assert reply["tokens_cached"] == reply["tokens_evaluated"] + 8
     events = infill(coding, stream=True, timings_per_token=True, return_progress=True).events
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert "".join(event["content"] for event in events) == reply["content"] and not events[-1]["content"]

@@ -180,9 +180,10 @@ def test_a_server_without_records_says_so(served: Served) -> None:
     assert served.ask("POST", f"/v1/replies/{name}/resume", {}).error["code"] == "reply_not_found"
 
 
-def test_after_needs_a_single_reply(recording: Served) -> None:
+@pytest.mark.parametrize("replies", [2, 3])
+def test_after_needs_a_single_reply(replies: int, recording: Served) -> None:
     path, body = BODIES["several"]
-    name = recording.ask("POST", path, body).json["id"]
+    name = recording.ask("POST", path, {**body, "n": replies}).json["id"]
     recording.idle()
     assert recording.ask("POST", f"/v1/replies/{name}/resume", {"after": 3}).error["param"] == "after"
 

@@ -137,6 +137,17 @@ def test_plain_steps_are_those_of_the_fastest_pass_where_nothing_is_computed_in_
     assert not ProposerSpeculator(PromptLookup(), lambda: FixedDraftLength(2)).rests  # no plain step is known
 
 
+def test_several_plain_tokens_are_made_in_a_call_while_no_sequence_may_have_a_draft() -> None:
+    speculator = ProposerSpeculator(PromptLookup(), lambda: AdaptiveDraftLength(0.0))
+    for _ in range(20):
+        speculator.observe_plain(1, 1.0)
+    assert speculator.step_seconds is not None and speculator.rests
+    assert speculator.draft_length(0, [1, 2, 3], 8, 1) == 0 and speculator.rests, "nothing is repeated"
+    assert speculator.draft_length(1, [*FILE, *FILE[:9]], 8, 1) and not speculator.rests
+    speculator.observe([], 1.0)
+    assert speculator.rests
+
+
 def test_a_turn_that_continues_the_text_before_it_is_one_text_with_it() -> None:
     proposer = PromptLookup()
     turn = [*range(20), 50, 51]

@@ -228,6 +228,7 @@ PARTS = (
     "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }};{% endif %}"
     "{% endfor %}{% endfor %}"
 )
+REFUSING = "{% if messages[0].content is string %}{{ raise_exception('not a list') }}{% endif %}"
 EITHER = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}.{% else %}" + PARTS + "{% endif %}{% endfor %}"
 )
@@ -240,6 +241,7 @@ EITHER = (
         (EITHER, "Hello.Hi."),
         ("{# type: text #}{% for m in messages %}{{ m.content }}{% endfor %}", "HelloHi"),
         ("{# type: text #}never", "never"),
+        (REFUSING + PARTS, "Hello;Hi;"),
     ],
 )
 def test_contents_are_parts_only_for_templates_that_lose_a_text(source: str, expected: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.errors import UsageError
+from mycli.runtime.tokenizer.fill_in_middle import find_fim_tokens
 from mycli.runtime.tokenizer.gguf_tokenizer import tokenizer_settings
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import Fields
@@ -133,6 +134,11 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
     assert tokenizer.fim_tokens is None
     with pytest.raises(UsageError, match="no fill-in-the-middle tokens"):
         tokenizer.fim_prompt("a", "b")
+
+
+def test_an_empty_token_is_no_mark() -> None:
+    """Names that a model leaves out are empty."""
+    assert find_fim_tokens(["", "a", None], {}) is None
 
 
 @pytest.mark.parametrize("keys", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")])

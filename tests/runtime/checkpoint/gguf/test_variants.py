@@ -69,6 +69,19 @@ def test_the_head_of_a_reranker_is_not_read() -> None:
     keys = {**facts["keys"], "qwen3.embedding_length": 4096}
     with pytest.raises(ModelError, match=r"cls\.output\.weight is a head of two tokens"):
         gguf_folder({**facts, "keys": keys, "tensors": wide})
+    separate = {**wide, "output.weight": [4096, 97]}
+    for tensors in (separate, {name: shape for name, shape in separate.items() if name not in answers}):
+        assert not gguf_folder({**facts, "keys": keys, "tensors": tensors}).config.tie_embeddings
+
+
+def test_gemma_4_has_experts_where_the_file_counts_them() -> None:
+    facts = FACTS["gemma4-ple-shared-kv-double"]
+    counts = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    keys = {**facts["keys"], **{f"gemma4.{key}": count for key, count in counts.items()}}
+    mixture = gguf_folder({**facts, "keys": keys}).config.layer(0).mlp
+    assert isinstance(mixture, ExpertsSpec) and (len(mixture.experts), mixture.routing.top_k) == (8, 2)
+    assert mixture.experts[0].size == 32
+    assert not isinstance(gguf_folder(facts).config.layer(0).mlp, ExpertsSpec)
 
 
 def test_mobile_llm_is_a_llama_4_without_experts() -> None:

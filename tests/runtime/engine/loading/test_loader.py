@@ -64,6 +64,17 @@ def test_without_a_wish_the_models_context_or_what_fits(free: int, context: int)
     assert load.plan_memory(FOLDER, CPU, EngineConfig()).context == context
 
 
+@pytest.mark.parametrize(
+    "free, rest, context", [(1 << 40, 512, 512), (needed(512), 1024, 512)], indirect=["free"], ids=["limit", "free"]
+)
+def test_a_memory_limit_counts_the_whole_process(free: int, rest: int, context: int) -> None:
+    """The memory of Python and torch is in use already, so it is no part of what is free."""
+    runtime = estimate(MemoryPlan(FOLDER.config)).runtime
+    assert runtime > 0
+    plan = load.plan_memory(FOLDER, CPU, EngineConfig(memory_limit=needed(rest) + runtime))
+    assert plan.context == context
+
+
 @pytest.mark.parametrize("free", [needed(1024)], indirect=True)
 def test_a_wish_is_kept_or_refused(free: int) -> None:
     assert load.plan_memory(FOLDER, CPU, EngineConfig(context=1024)).context == 1024

@@ -188,6 +188,11 @@ def test_f10_what_is_said_of_other_properties_stays(schema: dict[str, Any]) -> N
     assert prepare(NAMES, strict=False, closed=False).schema == NAMES
 
 
+def test_no_object_is_closed_where_references_depend_on_an_inner_identifier() -> None:
+    schema = {**NAMES, "$defs": {"a": {"type": "string", "$id": "http://a/b"}, "b": NAMES}}
+    assert closed(schema) == schema
+
+
 @pytest.mark.parametrize("reference", ["#/$defs/Base%20<id>", "#/$defs/Base <id>", "#base", "http://a/b#base"])
 def test_parts_found_by_any_reference_are_closed_together(reference: str) -> None:
     """Regression: only plain JSON pointers were followed, so the base alone was closed and no other property fit."""
@@ -326,6 +331,15 @@ def test_numbers_of_optional_properties_that_cannot_be_counted_are_left_out() ->
         {"type": "object", "minProperties": 2},
     ):
         assert set(schema) <= set(prepare(schema, strict=True, closed=True).schema)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"minProperties": 2.5}, {"minProperties": 2, "maxProperties": 2.5}, {"minProperties": 3, "required": 3}]
+)
+def test_an_invalid_number_of_properties_is_left_for_the_compiler_to_refuse(wrong: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}, **wrong}
+    prepared = prepare(schema, strict=True, closed=True)
+    assert prepared.fault and wrong.items() <= prepared.schema.items()
 
 
 def test_f10_parts_of_one_object_are_closed_together() -> None:

@@ -7,7 +7,13 @@ from pydantic import ValidationError
 
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.routes.chat_spec import ChatSpec
-from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec
+from mycli.runtime.server.routes.messages_request import (
+    CountRequest,
+    MessagesRequest,
+    chat_spec,
+    counted_spec,
+    edit_context,
+)
 
 ASK = {"role": "user", "content": "Hi"}
 BEGUN = {"role": "assistant", "content": "Well,"}
@@ -238,3 +244,19 @@ def test_a_format_in_either_form_and_not_in_both() -> None:
         assert found is not None and found.type == "json_schema"
     with pytest.raises(ApiError, match="cannot be combined"):
         spec(output_config={"format": SCHEMA}, output_format=SCHEMA)
+
+
+def test_cleared_reasoning_is_counted_by_what_the_prompt_saves() -> None:
+    think = {"type": "thinking", "thinking": "x" * 30, "signature": ""}
+    said = {"role": "assistant", "content": [think, {"type": "text", "text": "Yes."}]}
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]}
+    messages = [ASK, said, ASK, said, ASK]
+    body = MessagesRequest.model_validate({"messages": messages, "max_tokens": 9, "context_management": edits})
+
+    def characters(spec: ChatSpec) -> int:
+        return sum(len(str(message.fields())) for message in spec.messages)
+
+    edited, (applied,) = edit_context(body, chat_spec(body), characters)
+    whole = spec(*messages)
+    assert applied["cleared_thinking_turns"] == 1
+    assert applied["cleared_input_tokens"] == characters(whole) - characters(edited) >= 30

@@ -80,6 +80,12 @@ def test_a_long_text_is_passed_on_as_it_comes() -> None:
     assert parser.feed("\\u00") == [] and parser.feed('e9"') == [ToolCall("", 'é"')]
 
 
+def test_a_string_begins_as_soon_as_its_quote_arrives() -> None:
+    parser = ToolParser(HERMES, TOOLS)
+    head = parser.feed('<tool_call>{"name": "write", "arguments": {"path":"')
+    assert calls(head) == [("write", '{"path": "')]
+
+
 def test_a_closing_mark_inside_a_string_does_not_end_the_call() -> None:
     text = '<tool_call>{"name": "write", "arguments": {"path": "</tool_call>"}}</tool_call> done'
     items = parts(HERMES, text, 3)

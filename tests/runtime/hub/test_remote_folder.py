@@ -1,0 +1,30 @@
+"""Test a model that is read on the hub: its files are recorded as if they had been downloaded."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import plan_download
+from mycli.runtime.hub.remote_folder import RemoteModel
+from tests.support.hub_server import LARGE, HubServer, safetensors
+from tests.support.paths import PICO
+from tests.support.pulling import QUICK, REPO
+
+
+@pytest.mark.parametrize("count", [100, 1000], ids=["git", "lfs"])
+def test_every_file_is_recorded_with_its_sha256(count: int, server: HubServer, tmp_path: Path) -> None:
+    """Of files outside LFS the hub has a SHA-1 only."""
+    weights = safetensors({"model.norm.weight": ("F32", [count], bytes(range(4)) * count)})
+    assert (len(weights) > LARGE) == (count == 1000)
+    files = {"config.json": (PICO / "config.json").read_bytes(), "model.safetensors": weights}
+    server.add(REPO, files)
+    with (
+        Hub(server.address(), None, print, QUICK) as hub,
+        RemoteModel.open(hub, plan_download(hub, REPO), tmp_path / "source") as remote,
+    ):
+        assert remote.digests() == {
+            name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()
+        }
+        assert not (tmp_path / "source" / "model.safetensors").exists()
