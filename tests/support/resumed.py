@@ -42,7 +42,7 @@ def requests(loaded: LoadedModel, kind: str) -> list[Request]:
         grammar = Grammar.from_schema(SCHEMA, "schema", loaded.tokenizer, loaded.stop_ids)
     elif kind == "tools":
         call = CallGrammar('<tool_call>\n{"name": "look_up", "arguments": ', SCHEMA, "}\n</tool_call>")
-        grammar = GrammarCompiler(loaded.tokenizer, loaded.stop_ids).calls([call], 1)
+        grammar = GrammarCompiler(loaded.tokenizer, loaded.stop_ids).calls([call], single=True)
     sampling = SamplingParams() if kind == "greedy" else SAMPLED
     if kind not in ("greedy", "unseeded"):
         sampling = SAMPLED.with_overrides({"seed": 7})

@@ -142,17 +142,16 @@ class GrammarCompiler:
     def calls(
         self,
         calls: Sequence[CallGrammar],
-        most: int | None,
+        single: bool,
         prelude: Prelude | None = None,
         otherwise: Alternative | None = None,
     ) -> "Grammar":
-        """Compile 1 to `most` (None: any number) of `calls`; `otherwise`: an alternative to them.
+        """Compile one of `calls`, or unless `single` one or more of them; `otherwise`: an alternative to them.
 
         The JSON has one space after each comma and colon, and no other whitespace.
         """
         choices, bodies, schemas = self._calls(calls)
-        repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
-        start = f"call{repeat}"
+        start = "call" if single else "call+"
         if otherwise is not None:
             start += " | @otherwise"
             first, *rest = grammars_of(otherwise.source)

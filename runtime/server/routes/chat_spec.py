@@ -200,7 +200,7 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
         calls = [_call(function, tool_format.json_syntax, function["name"] in spec.strict) for function in functions]
         if spec.choice == "auto" and otherwise is None:
             return service.compiler.calls_in_text(calls, prelude)
-        return service.compiler.calls(calls, 1 if single else None, prelude, otherwise)
+        return service.compiler.calls(calls, single, prelude, otherwise)
     except UserError as error:
         raise from_user_error(error, "tools") from None
     except RecursionError:
