@@ -21,7 +21,7 @@ from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import Speculator
-from mycli.runtime.engine.warm_up import compiles, warm_up_passes
+from mycli.runtime.engine.warm_up import compiles, count_passes, warm_up_passes
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
@@ -85,7 +85,7 @@ def test_no_request_captures_a_pass_or_changes_its_reply() -> None:
     warm, cold = Served(), Served()
     progress: list[tuple[int, int]] = []
     count = warm_up_passes(warm.engine, [SamplingParams()], lambda done, total: progress.append((done, total)))
-    assert progress == [(done, count) for done in range(count + 1)]
+    assert progress == [(done, count) for done in range(count + 1)] and count == count_passes(warm.engine, 1)
     shapes, captures = set(warm.step.shapes), warm.captures
     assert {(sequences, 1) for sequences in (1, 2, 4, 8)} <= shapes, "5 sequences are padded to 8"
     assert {(1, tokens) for tokens in TOKEN_BUCKETS if tokens != 64} <= shapes
@@ -131,7 +131,7 @@ def test_a_model_that_computes_embeddings_alone_has_no_passes_to_compile() -> No
 @pytest.mark.parametrize("hook", [None, lambda hidden: None], ids=["drafts", "drafts-from-hidden-states"])
 def test_with_drafts_every_captured_pass_is_still_captured_after_the_warm_up(hook: HiddenStateHook | None) -> None:
     served, other = Served(running=40), Served()
-    assert warm_up_passes(other.engine, []) == other.captures + 1, "one shape fails"
+    assert warm_up_passes(other.engine, []) == other.captures + 1 == count_passes(other.engine, 0), "one shape fails"
     served.engine.speculator = cast(Speculator, SimpleNamespace(hidden_state_hook=lambda parts: hook))
     passes = warm_up_passes(served.engine, [])
     (held,) = (way._graphs[served.engine.cache] for way in served.ways)

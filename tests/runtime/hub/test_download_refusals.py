@@ -48,6 +48,13 @@ def test_d11_what_does_not_exist(server: HubServer) -> None:
     assert "has no revision" in failing(server, f"{REPO}@{'0' * 40}").message
 
 
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_hub_without_error_codes_has_no_such_model(status: int, server: HubServer) -> None:
+    """As mirrors answer."""
+    error = refused(server, Fault(status=status))
+    assert f"{REPO}: no such model on {server.address()}" in error.message and error.code == "private-model"
+
+
 @pytest.mark.parametrize(
     "body",
     [b"<html>log in</html>", b"", b'{"sha": "../../x"}', b'{"sha": 3}', b"{}", b"[" * 100000],
@@ -171,3 +178,14 @@ def test_a_proxy_without_an_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     problem = pytest.raises(NotFoundError, match="no connection to hub.example.org through the proxy")
     with Hub("https://hub.example.org", None, print, RetryPolicy(request_attempts=1)) as hub, problem:
         hub.commit("org/x", None)
+
+
+@pytest.mark.parametrize("proxy", ["", "http://127.0.0.1:2"], ids=["none", "bypassed"])
+def test_a_proxy_that_is_not_used_is_not_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    problem = pytest.raises(NotFoundError, match="no connection to 127.0.0.1")
+    with Hub("http://127.0.0.1:1", None, print, RetryPolicy(request_attempts=1)) as hub, problem as error:
+        hub.commit("org/x", None)
+    assert "proxy" not in error.value.message

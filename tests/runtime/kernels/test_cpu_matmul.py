@@ -316,6 +316,7 @@ def test_torch_int4(group: int) -> None:
     assert kernel.decline(weight.packing, 96, 256, CPU, torch.bfloat16) is None
     matmul = kernel.prepare(weight, torch.bfloat16)
     assert torch.equal(matmul.dequantize(), dequantize(weight))
+    assert matmul.nbytes == 96 * 256 // 2 + 96 * 256 // group * 4, "codes, and a scale and an offset for each group"
     for rows in (1, 7, 40):
         x = activations(rows, 256, torch.bfloat16)
         assert relative(matmul(x), x.double() @ exact(weight).T) < 0.004

@@ -121,7 +121,7 @@ def test_packed_keys_and_values_are_absorbed_exactly(tmp_path: Path) -> None:
     part.kv_norm.weight = torch.ones(spec.rank)
     part.kv_b.replace(prepare_product(PackedWeight(pack(codes, 8), scales, Packing(8, 32), columns), torch.float32))
     expected = (codes.float() - 128) * scales.float().repeat_interleave(32, dim=1)
-    assert torch.equal(part.absorbed.dequantize(), expected)
+    assert torch.equal(part.absorbed.dequantize(), expected) and part.absorbed.nbytes == expected.nbytes
 
 
 def test_blocks_of_fp8_as_published(tmp_path: Path) -> None:
