@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from mycli.runtime.kernels.cpu.table import TableMatmul
+from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.linear import dense_matmul
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
 from tests.support.families import CASES, make
 from tests.support.native_parts import (
     HEAD,
@@ -59,6 +63,19 @@ def test_experts_have_the_bits_of_their_steps(
         *(part for kind in parts for part in ("attention", kind)),
         "|",
     ]
+
+
+def test_experts_of_tables_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, changes = CASES["qwen3_moe-8top2"]
+    make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
+    runner, generator = load_bf16(tmp_path), torch.Generator().manual_seed(0)
+    for linear in (linear for block in runner.model.layers() for linear in block.mlp.products):
+        shape, packing = (linear.out_features, linear.in_features), Packing(4, 32, codes="nf4")
+        codes = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+        scales = torch.rand(shape[0], packing.groups(shape[1]), generator=generator).bfloat16() / 8
+        linear.replace(prepare_product(PackedWeight(pack(codes, 4), scales, packing, shape[1]), torch.bfloat16))
+        assert isinstance(linear.matmul, TableMatmul)
+    assert same_as_by_steps(runner, "bf16", monkeypatch) == len(PASSES) * [*("attention", "experts") * 3, "|"]
 
 
 def test_routers_that_read_the_input_of_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

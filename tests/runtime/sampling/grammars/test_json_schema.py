@@ -189,8 +189,9 @@ def test_f10_what_is_said_of_other_properties_stays(schema: dict[str, Any]) -> N
 
 
 def test_no_object_is_closed_where_references_depend_on_an_inner_identifier() -> None:
-    schema = {**NAMES, "$defs": {"a": {"type": "string", "$id": "http://a/b"}, "b": NAMES}}
-    assert closed(schema) == schema
+    inner = {"type": "string", "$id": "http://a/b"}
+    for part in ({"$defs": {"a": inner, "b": NAMES}}, {"anyOf": [inner, NAMES]}):
+        assert closed({**NAMES, **part}) == {**NAMES, **part}
 
 
 @pytest.mark.parametrize("reference", ["#/$defs/Base%20<id>", "#/$defs/Base <id>", "#base", "http://a/b#base"])
