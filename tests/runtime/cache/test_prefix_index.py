@@ -32,6 +32,7 @@ def test_a_text_is_found_token_by_token_but_for_its_last() -> None:
         text = [*TEXT, 99][:count]
         match = mine.index.match(text)
         assert (match.tokens, match.miss) == (expected, ""), count
+        assert len(match.nodes) == expected // 4, "whole blocks are shared, not copied"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,26 @@ def test_an_idle_block_is_copied_unless_more_than_half_matches(shared: int, copi
     table = BlockTable(mine)
     assert table.match([*text[: 8 + shared], 99, 99]).tokens == 8 + shared
     assert bool(mine.take_copies()) == copied and mine.index.match([*text, 99]).tokens == (10 if copied else 8)
+
+
+def test_a_full_block_is_copied_though_most_of_it_matches() -> None:
+    mine, text = pool(), TEXT[:8]
+    written(mine, text).release(text)
+    table = BlockTable(mine)
+    assert table.match([*text[:7], 99, 99]).tokens == 7
+    assert mine.take_copies() and mine.index.match([*text, 99]).tokens == 8
+
+
+def test_a_prompt_continues_at_its_last_snapshot() -> None:
+    index = PrefixIndex(4, StatePool(4))
+    first = index.insert(index.root, (1, 2, 3, 4), 0)
+    last = index.insert(first, (5, 6, 7, 8), 1)
+    first.states |= {2: 0, 4: 1}
+    last.states |= {1: 2, 2: 3}
+    for tokens, reached, state in (((1, 2, 3, 4, 5, 6, 9), 6, 3), ((1, 2, 3, 4, 5, 9), 5, 2), ((1, 2, 3, 9), 2, 0)):
+        match = index.match([*tokens, 9])
+        assert (match.tokens, match.state) == (reached, state)
+    assert index.match([1, 2, 3, 4, 9]).tokens == 4 and index.match([1, 9, 9]).tokens == 0
 
 
 def test_a_branch_starts_with_a_copy_of_the_recurrent_state() -> None:

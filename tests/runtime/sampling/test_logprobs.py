@@ -40,3 +40,9 @@ def test_the_number_of_likeliest_tokens_is_bounded_as_in_openais_api() -> None:
     for top in (-1, 21):
         with pytest.raises(UsageError, match=f"top_logprobs {top} is out of range"):
             LogprobRecorder(top)
+
+
+def test_a_rank_is_one_more_than_the_number_of_likelier_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
+    ranks = [token_logprobs(logits, [token], 0, ranked=True)[0].rank for token in range(4)]
+    assert ranks == [4, 1, 3, 1] and token_logprobs(logits, [0], 0)[0].rank is None

@@ -18,7 +18,7 @@ def reference(logits: list[float], reply: list[int], presence: float, frequency:
     return [mu - counts[token] * frequency - (counts[token] > 0) * presence for token, mu in enumerate(logits)]
 
 
-@pytest.mark.parametrize("presence, frequency", [(0.5, 0.0), (0.0, 0.7), (1.5, 0.3), (-1.0, -0.2), (2.0, 2.0)])
+@pytest.mark.parametrize("presence, frequency", [(1.0, 0.0), (0.0, 1.0), (1.5, 0.3), (-1.0, -0.2), (2.0, 2.0)])
 def test_greedy_draws_are_those_of_the_formula(presence: float, frequency: float) -> None:
     settings = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
     sampler = Sampler(settings, VOCAB, torch.device("cpu"))
@@ -41,6 +41,8 @@ def test_a_draft_sees_the_tokens_before_it() -> None:
     for row, reply in enumerate(([4], [4, 5], [4, 5, 4])):
         expected = torch.tensor(reference(logits[row].tolist(), reply, 0.5, 0.25)).softmax(0)
         torch.testing.assert_close(found[row], expected)
+    last = sampler.probabilities(logits[:1], [5, 4])
+    torch.testing.assert_close(last[0], torch.tensor(reference(logits[0].tolist(), [4, 5, 4], 0.5, 0.25)).softmax(0))
     again = sampler.probabilities(logits[:1])
     torch.testing.assert_close(again[0], torch.tensor(reference(logits[0].tolist(), [4], 0.5, 0.25)).softmax(0))
 
@@ -66,3 +68,5 @@ def test_draft_tokens_count_as_seen_in_the_rows_after_them() -> None:
     sampler.seen.observe_prompt([1])
     seen, _ = sampler.seen.after(3, [3, 4])
     assert seen is not None and [row.nonzero().flatten().tolist() for row in seen] == [[1], [1, 3], [1, 3, 4]]
+    seen, _ = sampler.seen.after(1, [3, 4])
+    assert seen is not None and seen[0].nonzero().flatten().tolist() == [1, 3, 4]

@@ -3,6 +3,7 @@
 import math
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ DRAWS = examples(50_000, 200_000)
 SETTINGS = {
     "plain": SamplingParams(temperature=1.0),
     "cool": SamplingParams(temperature=0.5),
-    "hot": SamplingParams(temperature=1.8),
+    "hot": SamplingParams(temperature=2.0),
     "top-k": SamplingParams(temperature=1.0, top_k=7),
     "top-p": SamplingParams(temperature=1.0, top_p=0.8),
     "min-p": SamplingParams(temperature=1.0, min_p=0.1),
@@ -125,6 +126,10 @@ def test_a_device_can_draw_where_a_token_depends_on_its_logits_alone() -> None:
     assert alone is not None and not alone.plain_greedy
     for option in ("constraint", "recorder"):
         assert choice(SamplingParams(), **{option: object()}) is None, option
+        assert not Sampler(SamplingParams(), VOCAB, torch.device("cpu"), **{option: object()}).plain
+    for temperature in (0.0, 0.7):
+        plain = choice(SamplingParams(temperature=temperature))
+        assert plain is not None and plain.plain_greedy == (not temperature)
 
 
 def test_probabilities_do_not_depend_on_the_functions_of_fp32() -> None:
@@ -354,3 +359,41 @@ def test_a_format_that_allows_only_the_end_ends_before_the_minimum() -> None:
     logits[:, 7] = 9.0
     sampler = Sampler(SamplingParams(), VOCAB, logits.device, constraint=Ending(), stop_ids=(7,), min_tokens=4)
     assert [int(sampler.sample(logits)) for _ in range(2)] == [8, 7]
+
+
+def test_stop_tokens_beyond_the_vocabulary_are_never_drawn_and_not_masked() -> None:
+    sampler = Sampler(SamplingParams(), VOCAB, torch.device("cpu"), stop_ids=(VOCAB,), min_tokens=1)
+    assert not sampler.masks_stops and int(sampler.sample(random_logits(1))) < VOCAB
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_drawn_tokens_of_a_seeded_request_can_be_repeated(temperature: float, seed: int | None) -> None:
+    sampler = Sampler(SamplingParams(temperature, seed=seed), VOCAB, torch.device("cpu"))
+    assert sampler.repeatable == (temperature == 1.0 and seed == 3)
+
+
+def test_a_reply_may_end_at_any_token_unless_its_grammar_says_otherwise() -> None:
+    free = Sampler(SamplingParams(), VOCAB, torch.device("cpu"))
+    assert free.may_be_cut and not free.constrained and not free.shortened
+    for value in (False, True):
+        state: Any = SimpleNamespace(may_be_cut=value, shortened=value)
+        bound = Sampler(SamplingParams(), VOCAB, torch.device("cpu"), constraint=state)
+        assert bound.constrained and bound.may_be_cut == bound.shortened == value
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_draft_token_is_drawn_from_the_distribution_of_its_position(seed: int | None) -> None:
+    """Rows that pad the head are never drafted."""
+    padded = torch.cat((random_logits(7), torch.full((1, 6), 99.0)), dim=1)
+    sampler = Sampler(replace(SETTINGS["all"], presence_penalty=0.5, seed=seed), VOCAB, torch.device("cpu"))
+    sampler.commit(padded, [3])
+    out = sampler.probability_rows(1, torch.float32)
+    assert out is not None
+    token = sampler.sample_draft(padded, [5, 8], out)
+    torch.testing.assert_close(out, sampler.probabilities(padded, [5, 8]).float())
+    assert token is not None and out[0, token] > 0
+    greedy = Sampler(SamplingParams(), VOCAB, torch.device("cpu"))
+    assert greedy.probability_rows(1, torch.float32) is None
+    assert greedy.sample_draft(padded, [5, 8], None) == int(padded[:, :VOCAB].argmax())
+    assert greedy.sample_draft(padded * math.nan, [5, 8], None) is None

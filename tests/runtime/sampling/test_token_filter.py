@@ -101,7 +101,9 @@ def test_without_a_token_that_may_follow_the_reply_is_an_error() -> None:
     ("tokens", "problem"),
     [
         (({VOCAB}, ()), "allowed_token_ids: there is no token 12"),
+        (({VOCAB, 1}, ()), "allowed_token_ids: there is no token 12"),
         ((None, ((1, VOCAB + 1),)), "bad_words: there is no token 13"),
+        ((None, ((1, VOCAB + 1), (2, 3))), "bad_words: there is no token 13"),
         (({3}, ((3,),)), "no token that is not a bad word"),
     ],
 )
@@ -114,3 +116,12 @@ def test_stop_tokens_are_masked_too() -> None:
     sampler = start(({2, 5}, ()), stop_ids=(5,), min_tokens=1)
     assert int(sampler.sample(torch.zeros(1, VOCAB))) == 2
     assert possible(sampler.probabilities(torch.zeros(1, VOCAB))[0]) == {2, 5}
+
+
+def test_words_of_any_length_are_known_by_the_tokens_of_the_reply_before_them() -> None:
+    tokens: Filter = (None, ((5, 7), (7, 7, 2)))
+    sampler = start(tokens)
+    sampler.commit(torch.zeros(2, VOCAB), [7, 7])
+    rows = sampler.probabilities(torch.zeros(2, VOCAB), [5])
+    assert [possible(row) for row in rows] == [reference(tokens, [7, 7]), reference(tokens, [7, 7, 5])]
+    assert 2 not in possible(rows[0]) and 7 not in possible(rows[1])
