@@ -146,7 +146,7 @@ class GrammarCompiler:
         prelude: Prelude | None = None,
         otherwise: Alternative | None = None,
     ) -> "Grammar":
-        """Compile one of `calls`, or unless `single` one or more of them; `otherwise`: an alternative to them.
+        """Compile one or more calls, each one of `calls`, or a single one; `otherwise`: an alternative to calls.
 
         The JSON has one space after each comma and colon, and no other whitespace.
         """
