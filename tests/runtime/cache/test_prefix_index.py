@@ -157,8 +157,9 @@ def test_what_is_wrong_is_found_by_nobody() -> None:
 
 def test_what_others_rely_on_is_not_cut() -> None:
     table = written(pool(), TEXT)
-    table.truncate(9)
-    assert table.length == 9
+    for length in (9, 8):
+        table.truncate(length)
+        assert table.length == length
     with pytest.raises(ValueError, match="2 whole blocks"):
         table.truncate(7)
 
@@ -251,6 +252,17 @@ def test_states_of_a_sequence_that_is_not_kept_are_free_again() -> None:
         assert table.state is None and mine.used == 0
         mine.clear()
         assert states_of(mine).free == states_of(mine).slots and mine.free == mine.blocks
+
+
+def test_a_snapshot_of_a_block_that_is_not_reused_is_dropped() -> None:
+    """It would be that of the block before it, after fewer tokens."""
+    mine, text = BlockPool(9, PrefixIndex(128, states=StatePool(3))), list(range(200))
+    table, ends = computed(mine, text)
+    assert ends == [192, 200] and set(table.snapshots) == {192}
+    table.release()
+    assert states_of(mine).free == 3
+    match = mine.index.match(text)
+    assert (match.tokens, match.cached, match.state) == (0, 128, None)
 
 
 def test_a_state_within_a_block_that_cannot_be_copied_is_not_resumed() -> None:

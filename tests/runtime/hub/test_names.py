@@ -12,6 +12,7 @@ from mycli.runtime.hub.resolve import resolve
     ("name", "first"),
     [
         ("llama3", "meta-llama/Llama-3"),
+        ("llama3:latest", "meta-llama/Llama-3"),
         ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
         ("Phi4", "microsoft/phi-4"),
         ("phi", "microsoft/phi-4"),
@@ -26,7 +27,9 @@ def test_names_of_other_programs_get_candidates(name: str, first: str | None) ->
     assert len(found) <= 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "org/x y", "org/x.git", "https://hf.co/org/x"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "a/b/c", "org/x y", "org/x.git", "org/x--y", "org/x..y", "org/x.", "https://hf.co/org/x"]
+)
 def test_what_is_no_repository(name: str) -> None:
     with pytest.raises(UsageError, match="not a model of the hub"):
         hub_names.split_name(name)
@@ -40,6 +43,7 @@ def test_what_is_no_repository(name: str) -> None:
         ("https://huggingface.co/org/files/blob/main/README.md", "org/files@main"),
         ("https://huggingface.co/org/files/blob/main/Q4_0/a.gguf", "org/files@main:Q4_0/a.gguf"),
         ("https://huggingface.co/org/files/tree/refs%2Fpr%2F1", "org/files@refs/pr/1"),
+        ("hf://org/files", "org/files"),
         ("org/files:a.gguf", "org/files:a.gguf"),
     ],
 )
@@ -71,3 +75,42 @@ def test_names_of_ollama_are_explained(model: str) -> None:
         with pytest.raises(NotFoundError, match="Ollama's library") as caught:
             find(model)
         assert "Qwen/Qwen3" in caught.value.data["candidates"]
+
+
+@pytest.mark.parametrize("model", ["./m", "../m", "/m", "~/m", "m/", "org\\m"])
+def test_a_name_may_be_a_path_alone(model: str) -> None:
+    assert hub_names.is_path(model) and not hub_names.is_path("org/m") and not hub_names.is_path("m")
+
+
+@pytest.mark.parametrize("revision", ["a/../b", "..", "a..b", "a/", "a b", "/a", ""])
+def test_what_is_no_revision(revision: str) -> None:
+    assert split_name("org/x@refs/pr/1") == ("org/x", "refs/pr/1")
+    with pytest.raises(UsageError, match="is not a revision"):
+        split_name(f"org/x@{revision}")
+
+
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [
+        ("org/m:a.gguf", "a.gguf"),
+        ("org/m@v1:Q4_0/a.gguf", "Q4_0/a.gguf"),
+        ("org/m:../a.gguf", None),
+        ("org/m:/a.gguf", None),
+        ("org/m:a.bin", None),
+        ("m:a.gguf", None),
+        ("./org/m:a.gguf", None),
+    ],
+)
+def test_a_file_of_a_repository_is_a_gguf_file_inside_it(model: str, file: str | None) -> None:
+    assert hub_names.split_file(model) == ((model, None) if file is None else (model.partition(":")[0], file))
+
+
+@pytest.mark.parametrize("model", ["m:Q4_K_M", "./org/m:Q4_K_M", "org/m:latest", "org/m", "org/m:Q4_K_M.gguf"])
+def test_what_names_no_quant_of_a_repository(model: str) -> None:
+    assert split_quant(model) == (model, None)
+
+
+@pytest.mark.parametrize("path", ["../a", "a/../b", "/a", "a//b", "a/.b/c", "a/", "a\\b", "a/b\n", "a/" * 511 + "ab"])
+def test_what_is_no_path_inside_a_repository(path: str) -> None:
+    assert not hub_names.safe_path(path)
+    assert hub_names.safe_path("a/b c.gguf") and hub_names.safe_path("a/" * 511 + "a")
