@@ -346,3 +346,25 @@ def test_a_paused_search_continues_if_nothing_else_can() -> None:
     assert shares.gives_way(beams, one, beams) is beams[1]
     shares.resume()
     assert shares.gives_way(beams, one, beams) is None
+
+
+def test_a_short_prompt_of_a_user_comes_before_a_long_one() -> None:
+    engine = scheduler(running=1)
+    long, short = submit(engine, 0, "a", length=40), submit(engine, 1, "a", length=4)
+    assert [part.sequence for part in engine.schedule()] == [short] and long.status is Status.WAITING
+
+
+def test_a_further_reply_to_a_prompt_is_not_due_later_than_the_prompt() -> None:
+    engine = scheduler()
+    first = submit(engine, 0, "a", length=40)
+    reply = engine.branch(first, first.request)
+    assert reply.due == first.due == 40
+
+
+def test_nothing_branches_off_a_prompt_once_a_token_is_sampled() -> None:
+    engine = scheduler()
+    first = submit(engine, 0, "a")
+    (part,) = engine.schedule()
+    engine.advance(part, [1])
+    with pytest.raises(ValueError, match="has sampled tokens"):
+        engine.branch(first, first.request)

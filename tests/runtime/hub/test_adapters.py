@@ -14,6 +14,7 @@ from mycli.runtime.hub.integrity import files_to_verify, find_local, verify_file
 from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import resolve, resolve_adapter
+from mycli.runtime.hub.store import repo_folder
 from tests.support.adapters import LORA, low_rank, write_adapter, write_gguf_adapter
 from tests.support.hub_server import HubServer
 from tests.support.pulling import QUICK, REPO, contents, fetch
@@ -41,11 +42,31 @@ def test_its_two_files_are_fetched_listed_verified_and_removed(server: HubServer
     assert resolve_adapter(REPO) == source and source.label == REPO
     (adapter,) = [model for model in local_models() if model.kind != "built-in"]
     assert (adapter.name, adapter.kind, adapter.problem) == (REPO, "adapter", "")
+    assert adapter.nbytes == sum(len(files[name]) for name in NAMES)
     checked = verify_files(find_local(REPO), files_to_verify(find_local(REPO)), lambda count: None)
     assert [(file.name, file.state) for file in checked] == [(name, "ok") for name in NAMES]
     remove(plan_removal(REPO), print)
     with pytest.raises(NotFoundError, match="not on this machine"):
         resolve_adapter(REPO)
+
+
+def test_an_adapter_is_known_by_its_files_and_by_the_listing_of_its_commit(
+    server: HubServer, files: dict[str, bytes]
+) -> None:
+    """Other programs store no listing; with one, an adapter without its config is an adapter nevertheless."""
+
+    def listed() -> list[tuple[str, str]]:
+        return [(model.kind, model.problem) for model in local_models() if model.name == REPO]
+
+    server.add(REPO, files)
+    source = fetch(server)
+    (listing,) = (repo_folder(REPO) / "trees").glob("*.json")
+    data = listing.read_bytes()
+    listing.unlink()
+    assert listed() == [("adapter", "")]
+    listing.write_bytes(data)
+    (source.folder / "adapter_config.json").unlink()
+    assert listed() == [("adapter", "incomplete: adapter_config.json missing")]
 
 
 def test_an_adapter_of_mlx_is_pulled_whole(server: HubServer, files: dict[str, bytes]) -> None:

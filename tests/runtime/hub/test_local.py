@@ -57,9 +57,10 @@ def _cut_tekken(folder: Path) -> None:
         (lambda folder: _cut(folder / "tokenizer.json", 0.7), "damaged: tokenizer.json is cut off"),
         (lambda folder: (folder / "tokenizer.json").rename(folder / "tekken.json"), ""),
         (_cut_tekken, "damaged: tekken.json is cut off"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}\n"), ""),
     ],
     ids=["whole", "no-config", "family", "half-a-config", "cut-weights", "empty-weights", "no-tokenizer", "half-of-it"]
-    + ["tekken", "half-of-tekken"],
+    + ["tekken", "half-of-tekken", "small-tokenizer"],
 )
 def test_a_model_that_cannot_answer_is_not_called_ready(change: Callable[[Path], object], problem: str) -> None:
     folder = data_dir() / "models" / "copy"

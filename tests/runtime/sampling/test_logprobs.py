@@ -7,6 +7,8 @@ import torch
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.logprobs import MAX_TOP, LogprobRecorder, token_logprobs
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0], [0.5, 0.0, 0.25, 4.0]])
 
@@ -46,3 +48,10 @@ def test_a_rank_is_one_more_than_the_number_of_likelier_tokens() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
     ranks = [token_logprobs(logits, [token], 0, ranked=True)[0].rank for token in range(4)]
     assert ranks == [4, 1, 3, 1] and token_logprobs(logits, [0], 0)[0].rank is None
+
+
+def test_a_sampler_records_what_it_draws() -> None:
+    recorder = LogprobRecorder(1)
+    sampler = Sampler(SamplingParams(), 4, torch.device("cpu"), recorder=recorder)
+    assert [int(sampler.sample(row[None])) for row in LOGITS] == [1, 3]
+    assert [(entry.token, entry.top[0][0]) for entry in recorder.entries] == [(1, 1), (3, 3)]
