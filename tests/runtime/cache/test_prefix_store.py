@@ -40,7 +40,8 @@ def held(store: PrefixStore, text: list[int] = TEXT) -> list[bytes | None]:
 def test_what_was_written_is_there_after_a_restart_for_texts_that_begin_alike(tmp_path: Path) -> None:
     filled(tmp_path / "kept").close()
     again = PrefixStore(tmp_path / "kept", ONE, LIMIT)
-    assert held(again) == [values(0), values(1), values(2)]
+    assert held(again) == [values(0), values(1), values(2)] and again.stats.read == 3
+    assert again.find(TEXT[: 3 * PIECE], NBYTES).miss == ""
     assert again.find(TEXT, NBYTES).miss == f"shorter than one file (from token {3 * PIECE + 1})"
     assert again.missing(again.pieces(TEXT)) == [] and again.stats.nbytes == 3 * FILE
     parted = [*TEXT[: PIECE + 3], 5, *TEXT[PIECE + 4 :]]
@@ -163,6 +164,35 @@ def test_the_folder_is_kept_within_its_limit_and_the_least_recently_used_goes_fi
     assert not list(tmp_path.glob("*.kv")) and small.stats.nbytes == 0 and small.stats.written == 0
 
 
+def test_a_new_file_takes_the_room_of_an_old_one(tmp_path: Path) -> None:
+    store = filled(tmp_path, limit=2 * FILE)
+    assert (store.stats.written, store.stats.nbytes) == (3, 2 * FILE) == (3, sum(map(size_of, tmp_path.iterdir())))
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def test_only_abandoned_temporary_files_of_the_cache_are_deleted(tmp_path: Path) -> None:
+    abandoned, fresh = (tmp_path / f".{digit * 64}.kv.{digit * 12}.tmp" for digit in "ab")
+    foreign = tmp_path / "notes.txt"
+    for path in (abandoned, fresh, foreign):
+        path.write_bytes(b"x")
+    for path in (abandoned, foreign):
+        os.utime(path, (0, 0))
+    PrefixStore(tmp_path, ONE, LIMIT).close()
+    assert set(tmp_path.iterdir()) == {fresh, foreign}
+
+
+def test_a_file_of_another_size_is_not_found(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    path = tmp_path / f"{store.find(TEXT, NBYTES).pieces[1].name.hex()}.kv"
+    path.write_bytes(path.read_bytes()[:-1])
+    stored = store.find(TEXT, NBYTES)
+    assert [piece.index for piece in stored.pieces] == [0] and stored.miss.startswith("damaged on disk")
+    assert store.stats.ignored == {"truncated": 1} and not path.exists()
+
+
 def test_files_of_exactly_the_limit_stay_when_the_folder_is_opened(tmp_path: Path) -> None:
     filled(tmp_path, limit=3 * FILE).close()
     assert held(PrefixStore(tmp_path, ONE, 3 * FILE)) == [values(0), values(1), values(2)]
@@ -209,6 +239,8 @@ def test_processes_that_share_a_folder_write_whole_files(tmp_path: Path) -> None
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int) -> None:
     """G41: a user who can write to the folder could inject keys and values."""
     filled(tmp_path)
+    tmp_path.chmod(0o755)
+    PrefixStore(tmp_path, ONE, LIMIT).close()
     tmp_path.chmod(mode)
     with pytest.raises(UntrustedError, match="other users can write to this folder"):
         PrefixStore(tmp_path, ONE, LIMIT)

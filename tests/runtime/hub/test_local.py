@@ -127,17 +127,23 @@ def test_one_revision_leaves_what_another_uses() -> None:
     other = cached(FILES | {"config.json": b'{"a": 1}'}, SECOND, ref="v2")
     assert removed("org/tiny@main") == 2
     assert set(checked("org/tiny@v2").values()) == {"ok"} and other.exists()
-    assert not (repo_folder("org/tiny") / "trees" / f"{FIRST}.json").exists()
+    folder = repo_folder("org/tiny")
+    assert not (folder / "trees" / f"{FIRST}.json").exists()
+    assert sorted(path.stat().st_size for path in (folder / "blobs").iterdir()) == [8, 700]
     with pytest.raises(NotFoundError):
         resolve("org/tiny")
+    (folder / "refs" / "v3").write_text("c" * 40)
+    with pytest.raises(NotFoundError, match="org/tiny@v3 is not on this machine"):
+        removed("org/tiny@v3")
 
 
 def test_one_gguf_file_of_a_repository_leaves_the_others(tmp_path: Path) -> None:
     large, same = b"G" * 50, b"S" * 20
     first = cached({"m-Q8_0.gguf": large, "m-Q4_0-00001-of-00002.gguf": b"1", "m-Q4_0-00002-of-00002.gguf": same})
     cached({"m-BF16.gguf": same}, SECOND, ref="v2")
-    with pytest.raises(NotFoundError, match="org/tiny:Q2_K is not on this machine"):
-        removed("org/tiny:Q2_K")
+    for absent in ("Q2_K", "m-Q2_K.gguf"):
+        with pytest.raises(NotFoundError, match=f"org/tiny:{absent} is not on this machine"):
+            removed(f"org/tiny:{absent}")
     assert removed("org/tiny:Q4_0") == 1, "the other part is a file of v2 too"
     assert [path.name for path in first.iterdir()] == ["m-Q8_0.gguf"]
     assert resolve("org/tiny@v2:m-BF16.gguf").folder.read_bytes() == same
@@ -147,6 +153,11 @@ def test_one_gguf_file_of_a_repository_leaves_the_others(tmp_path: Path) -> None
     assert not first.exists() and resolve("org/tiny@v2:BF16").folder.exists()
     removed("org/tiny@v2:BF16")
     assert rows().keys() == {"pico", "pico-draft"}
+
+
+def test_with_the_last_gguf_file_the_repository_goes() -> None:
+    cached({"m-Q8_0.gguf": b"G" * 50})
+    assert removed("org/tiny:Q8_0") > 50 and not repo_folder("org/tiny").exists()
 
 
 def test_an_unfinished_download_can_be_removed() -> None:
