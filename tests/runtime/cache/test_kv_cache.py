@@ -113,3 +113,14 @@ def test_memory_is_taken_once_and_is_what_it_says() -> None:
 def test_heads_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(ModelError, match="this model has 12"):
         KVCache(replace(CONFIG, head_dim=12), 1, 4, CPU, PACKED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_the_last_positions_are_cut_with_their_scales(dtype: torch.dtype) -> None:
+    stored = Stored.of(torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0)), dtype)
+    dense = stored.dense(torch.float32)
+    last = stored.last(2)
+    assert torch.equal(last.dense(torch.float32), dense[:, :, 4:])
+    whole = last.contiguous()
+    assert torch.equal(whole.dense(torch.float32), dense[:, :, 4:]) and whole.data.is_contiguous()
+    assert (whole.scales is None) == (dtype == torch.float32)

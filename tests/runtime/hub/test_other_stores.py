@@ -53,6 +53,9 @@ def test_ollamas_names(home: Path, place: tuple[str, ...], names: list[str]) -> 
         assert source.folder.read_bytes() == DATA and source.folder.parent == home / ".ollama/models/blobs"
         assert open_model_folder(source.folder).config.layers > 0
         assert not source.label.startswith("sha256") and not has_record(source)
+    (home / "mine").mkdir()
+    (home / "mine/tiny.gguf").write_bytes(DATA)
+    assert resolve(str(home / "mine/tiny.gguf")).label == "tiny", "as a folder"
 
 
 def test_a_folder_of_ollamas_by_its_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

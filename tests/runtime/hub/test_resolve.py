@@ -11,7 +11,7 @@ import pytest
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.safetensors_header import INDEX
-from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UserError
+from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.hub.store import HubFile, missing_files, read_shards
@@ -190,6 +190,7 @@ def test_hostile_names_are_refused_before_they_are_paths(name: str) -> None:
         ("./file.bin", ModelError, "or a folder with config.json"),
         ("x" * 300, NotFoundError, "no model of that name here"),
         ("~nobody-of-that-name/x", NotFoundError, "no such folder"),
+        ("./a\x00b", UsageError, "empty or not a name"),
     ],
 )
 def test_paths_that_do_not_work(name: str, kind: type[UserError], words: str) -> None:
