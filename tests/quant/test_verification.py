@@ -63,6 +63,7 @@ def _verify(model: Path, reader: str, reference: Path | None = None) -> Verified
         ("gemma4-ple-shared-kv-double", ":f32"),  # its table has more rows in the file
         ("olmo3-yarn-tied", ":f16"),
         ("qwen2-biases", ":q8_0"),
+        ("qwen3_5-odd-heads-tied", ":f32"),  # one of its linears has other columns in the file
     ],
 )
 def test_exports_pass(name: str, variant: str, tmp_path: Path) -> None:
@@ -221,6 +222,26 @@ def test_gptqmodel_reads_only_its_own_formats(tmp_path: Path) -> None:
     model = random_model(tmp_path / "dense", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
     with pytest.raises(ModelError, match="GPTQModel reads GPTQ and AWQ folders only"):
         readers.load("gptqmodel").read(readers.Task(model, (1, 2), None))
+
+
+@pytest.mark.parametrize(("reader", "title"), [("vllm", "vLLM"), ("gptqmodel", "GPTQModel")])
+def test_a_reader_runs_in_the_python_that_is_named_else_in_this_one(
+    reader: str, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    for name in ("here", "named"):
+        _program(tmp_path / name, "raise SystemExit(1)")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "here"))
+    for program, python in ((None, "here"), (tmp_path / "named", "named")):
+        with pytest.raises(NotFoundError) as caught:
+            readers.load(reader).read(readers.Task(tmp_path, (1,), program))
+        assert caught.value.message == f"{title} is not installed for {tmp_path / python}"
+
+
+def test_vllm_reads_no_files(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ModelError, match="vLLM reads folders only"):
+        readers.load("vllm").read(readers.Task(tmp_path / "a.gguf", (1,), None))
 
 
 def test_transformers_reads_packed_experts_and_finds_a_scale(tmp_path: Path) -> None:

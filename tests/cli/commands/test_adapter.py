@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.adapters import tensors_for, write_adapter
 from tests.support.command_line import Mycli
@@ -51,6 +52,13 @@ def test_estimate_says_what_it_adds(mycli: Mycli, adapter: Path) -> None:
     assert found["bytes"]["total"] == plain["bytes"]["total"] and "adapter" not in plain
     nbytes = sum(tensor.nbytes for tensor in tensors_for(PICO, *MODULES).values())
     assert found["adapter"] == {"merged": len(MODULES), "bytes": 0, "file_bytes": nbytes}
+
+
+def test_estimate_counts_whole_tensors_of_an_adapter_as_merged(mycli: Mycli, tmp_path: Path) -> None:
+    norm = {"base_model.model.model.norm.weight": torch.ones(256)}
+    trained = write_adapter(tmp_path / "trained", {**tensors_for(PICO, *MODULES[:3]), **norm})
+    found = json.loads(mycli("estimate", "pico", "--device", "cpu", "--adapter", str(trained), "--json").stdout)
+    assert found["adapter"]["merged"] == 4
 
 
 @pytest.mark.usefixtures("short_calibration_text")

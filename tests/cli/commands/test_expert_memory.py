@@ -1,13 +1,20 @@
 """Test `--expert-memory`: the limit is reported, replies stay the same, bad values are refused."""
 
+import importlib
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from mycli.runtime.device.disk import ASSUMED
 from mycli.runtime.diagnostics import throughput
 from tests.support.command_line import Mycli
 from tests.support.packed_mixture import write_mixture
 
+estimate = importlib.import_module("mycli.cli.commands.estimate")  # its function has the same name
 GREEDY = ("--temperature", "0", "--device", "cpu", "-n", "12")
 
 
@@ -34,6 +41,28 @@ def test_bench_counts_what_was_held(mycli: Mycli, mixture: str, monkeypatch: pyt
     assert 0 < prompt["expert_hit_rate"] < 1 and 0 < reply["expert_hit_rate"] < 1 and reply["expert_gb_per_second"] > 0
     whole, _ = json.loads(mycli("bench", mixture, *sizes).stdout)["results"]
     assert whole["expert_hit_rate"] is None
+
+
+def test_the_rate_of_the_disk_is_measured_on_the_largest_file(
+    mycli: Mycli, mixture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(mixture, tmp_path / "mixture"))
+    tensors = load_file(folder / "model.safetensors")
+    norm = {name: tensors.pop(name) for name in list(tensors) if name == "model.norm.weight"}
+    files = {"model-1.safetensors": norm, "model-2.safetensors": tensors}
+    for name, part in files.items():
+        save_file(part, folder / name)
+    (folder / "model.safetensors").unlink()
+    index = {tensor: name for name, part in files.items() for tensor in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    command, found = ("estimate", str(folder), "--expert-memory", "100KiB", "--device", "cpu", "--json"), []
+    rates: list[Callable[[Path], float | None]] = [lambda path: path.stat().st_size / 1e9, lambda path: None]
+    for rate in rates:
+        monkeypatch.setattr(estimate, "read_rate", rate)
+        experts = json.loads(mycli(*command).stdout)["experts"]
+        found.append((experts["disk_source"], experts["disk_gb_per_second"]))
+    size = (folder / "model-2.safetensors").stat().st_size
+    assert found == [("measured", size / 1e9), ("assumed", ASSUMED)]
 
 
 @pytest.mark.parametrize("size", ["-1", "x", "3 parsecs"])

@@ -101,6 +101,7 @@ def test_a_killed_launch_leaves_no_server(environment: dict[str, str], programs:
     assert child.stdout.readline() == b"begun\n"
     folder = Path(environment["XDG_STATE_HOME"]) / "mycli" / "servers"
     (server,) = running_servers(folder)
+    assert server.context == 256
     child.kill()
     child.communicate()
     limit = time.monotonic() + 120  # the server ends at once, and a machine may be busy

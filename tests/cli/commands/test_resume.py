@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mycli.cli.replies.generation import Generator
 from mycli.cli.replies.recorded_reply import without_first
 from mycli.runtime.errors import UsageError
 from tests.support.command_line import COMMAND, Mycli
@@ -104,3 +105,15 @@ def test_a_reply_that_could_not_begin_leaves_no_record(state: dict[str, str], my
     """It would be the last interrupted one, and could not begin then either."""
     assert mycli(*STORY, "--stop", "", env=state).returncode == 2
     assert not records(state)
+
+
+@pytest.mark.parametrize("options", [(), ("--no-record",)], ids=["recorded", "not-recorded"])
+def test_a_reply_interrupted_before_its_first_token_cannot_be_continued(
+    options: tuple[str, ...], state: dict[str, str], mycli: Mycli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generator, "reply", interrupted)
+    done = mycli(*STORY, *options, env=state)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "") and not records(state)

@@ -1,6 +1,7 @@
 """Test `mycli serve` as a process: one line when ready, one line per error, and a clean shutdown."""
 
 import http.client
+import io
 import json
 import os
 import signal
@@ -15,7 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from mycli.cli.command import Call
+from mycli.cli.commands.serve import _announce
+from mycli.cli.output import Output
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.open import open_model
 from tests.support.command_line import COMMAND, Mycli
+from tests.support.embedding_models import cross_encoder, encoder
 from tests.support.forked import ForkedProcess
 from tests.support.grids import chosen
 
@@ -95,7 +102,10 @@ def test_g28_the_second_signal_ends_it_at_once(environment: dict[str, str]) -> N
             pass
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait(60) == 143
-        assert child.stderr is not None and child.stderr.read().count("\n") == 1  # that a second signal stops it now
+        assert child.stderr is not None
+        said = child.stderr.read()
+        assert said.count("\n") == 1 and said.endswith("replies; press Ctrl-C again to stop now\n")
+        assert int(said.removeprefix("stopping after ").split()[0]) > len(responses), "of each request 32 replies"
         for response in responses:
             with suppress(http.client.IncompleteRead, ConnectionError):  # cut off in the middle
                 assert b"data: [DONE]" not in response.read()
@@ -119,7 +129,7 @@ def test_g7_the_key_is_neither_said_nor_logged(environment: dict[str, str], tmp_
 
 def test_json_says_where_it_is(environment: dict[str, str]) -> None:
     child = ForkedProcess(
-        [*COMMAND, "serve", "pico", "--port", "0", "--alias", "gpt, pico", "--json"],
+        [*COMMAND, "serve", "pico", "--port", "0", "--alias", "gpt, pico", "--max-sequences", "3", "--json"],
         env=environment,
         cwd=tempfile.gettempdir(),
         stdout=subprocess.PIPE,
@@ -129,7 +139,8 @@ def test_json_says_where_it_is(environment: dict[str, str]) -> None:
     try:
         assert child.stdout is not None
         told = json.loads(child.stdout.readline())
-        assert told["model"] == "gpt" and told["url"].startswith("http://127.0.0.1:") and told["sequences"] >= 1
+        assert told["model"] == "gpt" and told["url"].startswith("http://127.0.0.1:")
+        assert told["sequences"] == told["full_length"] == 3
         with urllib.request.urlopen(f"{told['url']}/v1/models", timeout=120) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["gpt", "pico"], "each name once"
     finally:
@@ -185,3 +196,18 @@ def test_without_its_libraries_it_says_what_to_install(environment: dict[str, st
         timeout=240,
     )
     assert done.returncode == 2 and "starlette, which is not installed" in done.stderr
+
+
+def test_the_line_of_a_server_says_what_it_holds(tmp_path: Path) -> None:
+    """Only a context below the model's limit names the option; models of texts as vectors have no cache."""
+    limit, pico = 2048, "up to 5 replies concurrently; the cache holds 1 sequence of"
+    for model, context, holds in (
+        ("pico", 256, f"{pico} 256 tokens (--ctx allows up to {limit})"),
+        ("pico", limit, f"{pico} {limit} tokens"),
+        (encoder(tmp_path / "encoder"), 64, "vectors of texts of up to 64 tokens"),
+        (cross_encoder(tmp_path / "ranks"), 64, "scores of pairs of up to 64 tokens"),
+    ):
+        with open_model(model, EngineConfig(device="cpu", context=context), offline=True) as opened:
+            out = io.StringIO()
+            _announce(Call(Output(stdout=out), offline=True), "http://x:1", "name", opened, 5)
+        assert out.getvalue() == f"http://x:1 · name · {holds}\n"

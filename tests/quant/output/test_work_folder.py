@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,43 @@ def test_finished_blocks_are_not_solved_again(
     assert [name.split(".")[2] for name in asked[10:]] == ["1"] * 7
     assert record.digests(target.iterdir()) == record.digests(whole.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.parametrize("recipe", [Recipe("rtn", group=64), RECIPE], ids=lambda recipe: recipe.method)
+def test_a_run_that_stores_its_parts_in_the_output_continues_after_them(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    """A kill may leave half a line in the journal; a restarted run with other settings uses nothing of before."""
+    stops = {"rtn": (10, 15), "gptq": (10, 13)}[recipe.method]  # q, k and v are solved together
+    asked: list[str] = []
+    solve = blockwise.LinearSolver.solve_without_data if recipe.method == "rtn" else blockwise.LinearSolver.solve
+
+    def recording(self: blockwise.LinearSolver, weights: Any, *arguments: Any) -> Any:
+        asked.extend([weights] if isinstance(weights, str) else weights)
+        if len(asked) in stops:
+            raise Stop
+        return solve(self, weights, *arguments)
+
+    def run(target: Path, recipe: Recipe, *, restart: bool = False) -> dict[str, str]:
+        work = plan_quantization(source, recipe, UNMEASURED)
+        quantize(work, OutputTarget(target, restart=restart), CPU, in_place=True)
+        return record.digests(target.iterdir())
+
+    make(source, tmp_path / "whole", recipe)
+    make(source, tmp_path / "other", replace(recipe, bits=8))
+    monkeypatch.setattr(blockwise.LinearSolver, solve.__name__, recording)
+    for name in ("continued", "restarted"):
+        asked.clear()
+        with pytest.raises(Stop):
+            run(tmp_path / name, recipe)
+    with (OutputTarget(tmp_path / "continued").work_folder / "finished.jsonl").open("ab") as journal:
+        journal.write(b'{"tensor": "lm_')
+    with pytest.raises(Stop):
+        run(tmp_path / "continued", recipe)
+    assert run(tmp_path / "continued", recipe) == record.digests((tmp_path / "whole").iterdir())
+    assert len(asked) - len(set(asked)) == {"rtn": 2, "gptq": 6}[recipe.method], "only what was interrupted is repeated"
+    restarted = run(tmp_path / "restarted", replace(recipe, bits=8), restart=True)
+    assert restarted == record.digests((tmp_path / "other").iterdir())
 
 
 def test_the_work_folder_can_be_chosen(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,8 @@ def test_blocks_are_independent_and_in_order_of_importance() -> None:
     assert bool((blocks.order[1, COUNT - BLOCK_ROWS :] >= COUNT).all()), "padding comes last"
     identity = blocks.upper.transpose(1, 2) @ blocks.upper @ blocks.hessian
     assert torch.allclose(identity, torch.eye(BLOCK_ROWS).expand_as(identity), atol=1e-3)
+    small = RowBlocks.of(outputs * 2**-20, COUNT)
+    assert small is not None and torch.equal(small.upper, blocks.upper), "only their relation counts"
     values = torch.arange(COUNT * 2).view(COUNT, 2)
     assert torch.equal(blocks.scatter(blocks.gather(values)), values)
 
@@ -140,6 +142,11 @@ def test_gradients_of_divided_rows_are_multiplied() -> None:
     )
     assert torch.allclose(rescaled(before, source, scale), after, rtol=1e-5, atol=1e-4)
     assert before.shape[1] == rows.BLOCK_ROWS
+
+
+def test_rows_in_sequence_that_nothing_copies_have_a_scale_each() -> None:
+    source = OutputRows("up", start=0, groups=2, copies=1, width=2)
+    assert row_scale(source, torch.tensor([2.0, 4.0, 8.0, 3.0])).tolist() == [2, 4, 8, 3]
 
 
 @pytest.mark.parametrize("count", [40, BLOCK_ROWS + 8])

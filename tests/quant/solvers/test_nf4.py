@@ -64,6 +64,18 @@ def test_the_search_is_never_worse_than_the_largest_weight() -> None:
     assert (found <= plain * (1 + 1e-5)).all() and found[2:].sum() < 0.97 * plain[2:].sum()
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_search_in_400_steps_gains_less(group: int) -> None:
+    part = weights(7, 64, 4 * group).view(64, 4, group)
+    table, largest = code_table(grid(group).packing), part.abs().amax(-1)
+
+    def lost(scales: Tensor) -> Tensor:
+        return (table * scales[:, :, None, None] - part.unsqueeze(-1)).square().amin(-1).sum(-1)
+
+    finer = torch.stack([lost(largest * share) for share in torch.linspace(0.7, 1.1, 400)]).amin(0)
+    assert lost(nf4._least_squares(part, largest, table)).sum() < 1.002 * finer.sum()
+
+
 def test_groups_of_zeros_stay_zero() -> None:
     weight = weights(1, 4, 128)
     weight[1], weight[3, :64] = 0, 0

@@ -116,7 +116,8 @@ def test_marks_of_files_end_a_completion(coder: LoadedModel, path: str) -> None:
         body = GAP if path == "/infill" else {"prompt": "a", "suffix": "b"}
         for more in ({}, {"ignore_eos": True}):
             assert served.ask("POST", path, {**body, **more}).status == 200
-        assert served.ask("POST", "/completion", {"prompt": "a"}).status == 200
+        answer = served.ask("POST", "/completion", {"prompt": "a"})
+        assert answer.status == 200 and answer.json["timings"]["cache_n"] == 0
     assert file in ends[0] and coder.stop_ids < ends[0] and ends[2] == coder.stop_ids
     assert ends[1] == (ends[0] if path == "/api/generate" else frozenset())  # which has no such field
 

@@ -281,6 +281,9 @@ def test_a_unigram_vocabulary(model_type: str, arch: str, tmp_path: Path) -> Non
     assert tokenizer.encode("the  cat ж", add_special=True) == [0, 5, 10, 7, 4, 3, 2]
     assert tokenizer.decode([0, 5, 10, 7, 2]) == "the cat"
     assert tokenizer.encode_pair("the", "cat") == TextPair((0, 5, 2, 2, 10, 7, 2), ())
+    del keys["tokenizer.ggml.unknown_token_id"]  # then it is the token of this type
+    found = open_model_folder(write(folder, tmp_path / "typed.gguf", arch, 2, keys)).tokenizer()
+    assert found.encode("the  cat ж", add_special=True) == [0, 5, 10, 7, 4, 3, 2]
 
 
 def test_a_byte_level_vocabulary_of_roberta(tmp_path: Path) -> None:

@@ -236,6 +236,11 @@ def test_loops_are_found_after_four_copies(period: int) -> None:
     assert not any(before) and found.index(True) == pytest.approx(expected, abs=9) and all(found[found.index(True) :])
 
 
+def test_a_loop_from_the_first_token_is_found_as_early_as_another() -> None:
+    detector = LoopDetector()
+    assert [detector.add(index % 10) for index in range(100)].index(True) == 10 + LEAST_TOKENS - 1
+
+
 def test_text_with_repeated_parts_is_no_loop() -> None:
     detector = LoopDetector()
     lines = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, number, 11] for number in range(100, 200)]
