@@ -81,15 +81,15 @@ def obstacles(config: ModelConfig, packings: Mapping[str, Packing], ranks: int) 
 
     With `ranks` 1: whether one GPU can run it with these kernels.
     """
-    counted: dict[tuple[str, str], int] = {}
+    layers: dict[tuple[str, str], set[int]] = {}  # a mixture has a problem once for each expert
     for layer in range(config.layers):
         mlp = config.layer(layer).mlp
         size = 0 if mlp is None else mlp.size
         for key, specs in config.layer(layer).products().items():
             name = "+".join(spec.name.rpartition(".")[2] for spec in specs)
             for problem in _set_problems(config, key.rpartition(".")[2], specs, size, packings, ranks):
-                counted[name, problem] = counted.get((name, problem), 0) + 1
-    linears = [Obstacle(where, problem, layers) for (where, problem), layers in counted.items()]
+                layers.setdefault((name, problem), set()).add(layer)
+    linears = [Obstacle(where, problem, len(indices)) for (where, problem), indices in layers.items()]
     # The head is split by rows after its vocabulary was padded to a multiple of 64, so only its inputs can be wrong.
     head = config.head()
     if head.name in packings and head.in_features % MIN_K:

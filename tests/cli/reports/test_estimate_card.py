@@ -1,6 +1,8 @@
 """Test that the parts of an estimate add up to its totals."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB
+from tests.support.packed_mixture import FIELDS
 from tests.support.paths import PICO
 
 
@@ -113,3 +116,15 @@ def test_the_longest_context_is_named_as_the_models_limit_only_where_it_is() -> 
         subject = EstimateSubject("pico", folder, plan, Target("cpu", "CPU", False, free), PackingScheme())
         rows.append(dict(estimate_rows(subject, estimate_json(subject, None)))["longest context"])
     assert rows == [f"{folder.config.max_context} tokens, the model's limit", "1024 tokens"]
+
+
+@pytest.mark.parametrize(("layers", "end"), [(1, "128"), (2, "128 (2 layers)")])
+def test_what_hinders_tensor_parallelism_is_named_with_the_number_of_its_layers(
+    layers: int, end: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "num_hidden_layers": layers}))
+    folder = open_model_folder(tmp_path)
+    plan = MemoryPlan(folder.config, {linear.name: Packing(4, 32) for linear in folder.config.linears()})
+    subject = EstimateSubject("m", folder, plan, Target("cpu", "CPU", False, GIB), PackingScheme())
+    found = estimate_json(subject, 4)["tensor_parallel"]
+    assert not found["possible"] and f"o_proj: 32 inputs per rank, not a multiple of {end}" in found["obstacles"]

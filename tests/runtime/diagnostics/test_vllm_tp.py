@@ -1,12 +1,16 @@
 """Test the shape rules of tensor parallelism against models with known results."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.diagnostics.vllm_tp import obstacles
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.quantization.scheme import Packing
+from tests.support.packed_mixture import FIELDS
 from tests.support.published import published
 
 
@@ -53,6 +57,13 @@ def test_fused_linears_share_a_scheme() -> None:
         "q_proj+k_proj+v_proj": "the fused linears differ in scheme: int4-g128, int8-g128",
         "gate_proj+up_proj": "the fused linears differ in scheme: dense, int4-g128",
     }
+
+
+def test_a_problem_of_all_experts_is_one_of_their_layers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    config = open_model_folder(tmp_path).config
+    packings = PackingScheme(Packing(4, 32)).packings(config)
+    assert {obstacle.layers for obstacle in obstacles(config, packings, 4) if "proj" in obstacle.where} == {2}
 
 
 @pytest.mark.parametrize("bits", [2, 3])
