@@ -168,9 +168,9 @@ def _normalized(value: Any) -> Any:
 
 def subject_of(model: str) -> Subject:
     """Return what the hints of errors need to know about a model, from its name and its record on disk."""
-    is_name = not is_path(model) and "/" not in model and not Path(model).is_dir()
-    folder = data_dir() / "models" / model if is_name else Path(model)
     try:
+        is_name = not is_path(model) and "/" not in model and not Path(model).is_dir()
+        folder = data_dir() / "models" / model if is_name else Path(model)
         recorded = (expand_user(folder) / RECORD).is_file()
     except (OSError, ValueError):  # no valid path
         recorded = False

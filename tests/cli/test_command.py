@@ -319,3 +319,5 @@ def test_hints_are_for_a_folder_a_file_or_a_model_of_the_hub(tmp_path: Path, mon
     assert subject_of("some/a.gguf") == Subject("some/a.gguf", fetched=True, recorded=False, single_file=False)
     (tmp_path / "copied" / "mycli.json").touch()
     assert subject_of("./copied").recorded
+    for name in ("x" * 300, f"./{'x' * 300}", f"./copied/{'x' * 300}.gguf"):  # longer than a file name can be
+        assert not subject_of(name).recorded
