@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.cli.chat import terminal
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.chat.session import Chat, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
@@ -222,3 +223,15 @@ def test_a_reply_is_limited_to_a_number_of_tokens_or_the_room_of_the_context(cha
 
 def test_counts_are_short() -> None:
     assert (compact(212), compact(1234)) == ("212", "1.2k")
+
+
+def test_ctrl_c_ends_a_chat_with_a_pipe_the_second_time(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is being typed, which the first Ctrl-C would drop."""
+    presses = iter([KeyboardInterrupt(), KeyboardInterrupt(), EOFError()])
+
+    def press(call: Call) -> str:
+        raise next(presses)
+
+    monkeypatch.setattr(terminal, "read_message", press)
+    with pytest.raises(KeyboardInterrupt):
+        terminal.converse(SlashCommands(chat))

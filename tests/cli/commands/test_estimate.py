@@ -198,6 +198,23 @@ def test_a_bad_config_of_the_hub_is_named(server: HubServer, capsys: pytest.Capt
     assert call("org/huge") == ExitCode.MODEL
 
 
+@pytest.mark.parametrize(
+    ("limit", "contexts"),
+    [(1024, [1024]), (40960, [2048, 8192, 32768, 40960]), (1 << 18, [2048, 8192, 32768, 131072])],
+)
+def test_a_table_has_no_context_beyond_the_models_limit(
+    limit: int, contexts: list[int], llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**PUBLISHED["Llama-3.1-8B"]["config"], "max_position_embeddings": limit}
+    (Path(llama) / "config.json").write_text(json.dumps(config))
+    table = answer(capsys, llama, "--table", "--gpu", "24GiB", "--ctx", "1k")["table"]
+    assert sorted({row["context"] for row in table} - {1024}) == [count for count in contexts if count != 1024]
+    least = min(row["total_bytes"] for row in table)
+    for free, fits in ((least, True), (least - 1, False)):
+        table = answer(capsys, llama, "--table", "--gpu", f"{free}B", "--ctx", "1k")["table"]
+        assert any(row["fits"] for row in table) is fits
+
+
 def test_table_is_schemes_by_contexts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, llama, "--table", "--gpu", "8GiB", "--ctx", "4k")["table"]
     assert [row["context"] for row in found[:5]] == [2048, 4096, 8192, 32768, 131072]

@@ -53,7 +53,8 @@ def _sums(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Moments:
 
 
 def test_the_drift_of_outputs_is_summed_where_that_is_less_work() -> None:
-    assert drift_rows(896, 4864) == 896  # down
+    assert drift_rows(896, 4864) == 896 and drift_rows(2400, 4864) == 2400  # down
+    assert drift_rows(2500, 4864) == 4864
     assert drift_rows(9728, 896) == 896 and drift_rows(4096, 4096) == 4096  # gate_up, o
     assert drift_rows(64, 256) == 256  # narrow: the sums are unchanged
 
@@ -68,6 +69,9 @@ def test_a_linear_loss_is_undone() -> None:
     damped = hessian + RIDGE * hessian.diagonal().mean() * torch.eye(SIZE)
     exact = WEIGHT + WEIGHT @ (mixing - torch.eye(SIZE)) @ hessian @ torch.linalg.inv(damped)
     assert torch.allclose(target, exact, atol=1e-3)
+    small, held = fitted * 2**-12, held * 2**-12
+    target, share = refit(WEIGHT, moments(small, small @ mixing.T), moments(held, held @ mixing.T))
+    assert share == 1 and torch.allclose(target, exact, atol=1e-3), "inputs of any size"
 
 
 def test_noise_that_does_not_repeat_is_not_followed() -> None:

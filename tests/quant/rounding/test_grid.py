@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mycli.quant.rounding import grid as grid_module
 from mycli.quant.rounding import plain
-from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes, find_scales, round_to_grid
+from mycli.quant.rounding.grid import (
+    Grid,
+    Quantized,
+    Search,
+    dequantize_codes,
+    find_scales,
+    relative_error,
+    round_to_grid,
+    round_to_nearest,
+)
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.packed_weight import dequantize as dequantize_packed
@@ -140,6 +150,19 @@ def test_codes_are_the_nearest_levels_of_the_stored_scales(bits: int) -> None:
     distance = (weight.double().unsqueeze(-1) - scales * levels).abs()
     got = distance.gather(-1, quantized.codes.long().unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(got, distance.amin(-1), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rounding_in_one_pass_has_the_scales_and_codes_of_two(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, grid = heavy_tailed(5, 96), Grid(Packing(3, 32), torch.bfloat16)
+    importance = heavy_tailed(1, 96, 1)[0].square() if weighted else None
+    quantized, error = round_to_nearest(weight, grid, importance)
+    scales = find_scales(weight, grid, importance)
+    assert torch.equal(quantized.scales, scales)
+    assert torch.equal(quantized.codes, round_to_grid(weight, scales, grid))
+    monkeypatch.setattr(grid_module, "SEARCH_WEIGHTS", 192)  # two rows at a time
+    lost = (dequantize_codes(quantized, grid) - weight).square().sum() / weight.square().sum()
+    assert error == pytest.approx(relative_error(weight, quantized, grid)) == pytest.approx(float(lost))
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
