@@ -243,3 +243,11 @@ def test_scales_of_weighted_columns_are_refitted_by_least_squares(bits: int) -> 
         plain.round_weight(weight, quantized.scales, bits, *task)
         errors.append(group_errors(weight, quantized, grid, importance))
     assert (errors[1] <= errors[0] * (1 + 1e-6)).all() and (errors[1] < errors[0] * 0.9999).double().mean() > 0.5
+
+
+def test_the_last_value_of_a_dtype_is_a_scale_and_zero_becomes_a_positive_one() -> None:
+    largest = torch.tensor([torch.finfo(torch.float16).max])
+    plain.require_representable(largest, torch.float16)
+    with pytest.raises(ModelError, match="beyond the range"):
+        plain.require_representable(largest * 1.001, torch.float16)
+    assert plain.storable(torch.tensor([0.0, -1.0]), torch.float16, 2.0**-24, 100.0).tolist() == [2.0**-24, -1]

@@ -70,6 +70,13 @@ def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(whole.scales, torch.cat([part.scales for part in parts]))
 
 
+def test_only_the_relation_of_inputs_counts() -> None:
+    weight, hessian = problem(16, 96)
+    grid = Grid(Packing(3, 32), torch.bfloat16)
+    solved, small = (gptq.solve(weight, grid, moments).quantized for moments in (hessian, hessian * 2**-40))
+    assert torch.equal(solved.codes, small.codes) and torch.equal(solved.scales, small.scales)
+
+
 @pytest.mark.parametrize("fault", ["E2-dead-columns"])
 def test_dead_columns_keep_their_rounded_values(fault: str) -> None:
     weight, hessian = problem(16, 96)

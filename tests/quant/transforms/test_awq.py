@@ -7,7 +7,7 @@ from torch import Tensor
 from mycli.quant.layer_streaming import restore
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
-from mycli.quant.transforms.awq import choose_scale, fold
+from mycli.quant.transforms.awq import RATIOS, choose_scale, fold
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
@@ -103,6 +103,20 @@ def test_the_bias_of_a_norm_is_divided_with_its_gain() -> None:
     assert sorted(changed) == [f"model.layers.0.{norm}.{part}" for norm in norms for part in ("bias", "weight")]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_a_gain_is_divided_by_the_scale_except_where_none_is_left(model_type: str) -> None:
+    """In fp16 the fourth gain becomes zero; gains of 1, before and after, are divided as others."""
+    before, after = block(model_type), block(model_type)
+    scale = scale_for(after, "qkv")
+    for norm in (before.mixer.norm, after.mixer.norm):
+        assert norm is not None
+        norm.weight[3:6] = torch.tensor([3e-8 if model_type == "llama" else 0.0, 1.0, float(scale[5])])
+    scale[3] = 4.0
+    _, used = fold(after, "qkv", scale, lambda _: torch.float16)
+    assert used[3] == 1 and torch.allclose(used[4:], scale[4:], rtol=2e-2)
+    assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
+
+
 def test_columns_follow_a_gain_as_it_is_stored() -> None:
     """bf16 holds 8 bits of the divided gain; the weights absorb the rounding, so that nothing is lost."""
     before, after = block("llama"), block("llama")
@@ -116,8 +130,9 @@ def test_columns_follow_a_gain_as_it_is_stored() -> None:
     assert torch.allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_stored_makes_the_same_block_again() -> None:
-    folded, again = block("qwen2"), block("qwen2")
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma"])
+def test_what_was_stored_makes_the_same_block_again(model_type: str) -> None:
+    folded, again = block(model_type), block(model_type)
     changed: dict[str, Tensor] = {}
     for product in PRODUCTS:
         changed |= fold(folded, product, scale_for(folded, product), lambda _: torch.float32)[0]
@@ -139,6 +154,12 @@ def test_the_scale_lowers_the_error_of_rounding() -> None:
         return float((lost @ hessian * lost).sum())
 
     assert error(scale) < 0.95 * error(torch.ones(64))
+    powers = [hessian.diagonal().sqrt().pow(ratio) for ratio in RATIOS]
+    candidates = [power / (power.max() * power.min()).sqrt() for power in powers]
+    assert error(scale) == pytest.approx(min(map(error, candidates)), rel=1e-5)
+    assert float(scale.max() * scale.min()) == pytest.approx(1, abs=1e-5), "weights keep their size"
+    small = choose_scale(weight, grid, hessian * 2**-30, DOWN)
+    assert small is not None and torch.allclose(small, scale), "only the relation of inputs counts"
 
 
 def test_query_heads_of_one_kv_head_get_one_scale() -> None:
