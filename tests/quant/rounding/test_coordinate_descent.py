@@ -51,6 +51,22 @@ def test_scales_are_those_of_least_squares(group: int | None) -> None:
     assert output_error(weight, fitted, grid, hessian) < output_error(weight, solved, grid, hessian)
 
 
+def test_a_row_keeps_scales_whose_rounding_to_16_bits_would_cost_more_than_is_gained() -> None:
+    """The scales of groups with nearly the same inputs are precise only together."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 32, generator=generator)
+    inputs = torch.cat((inputs, inputs + 0.1 * torch.randn(400, 32, generator=generator)), 1)
+    hessian, grid = inputs.T @ inputs, Grid(Packing(4, 32), torch.bfloat16)
+    codes = torch.randint(0, 16, (256, 32), generator=generator, dtype=torch.uint8).repeat(1, 2)
+    solved = Quantized(codes, (torch.rand(256, 2, generator=generator) + 0.5).bfloat16())
+    weight = dequantize_codes(solved, grid) + 0.03 * torch.randn(256, 64, generator=generator)
+    fitted = refit_scales(solved, hessian @ (weight - dequantize_codes(solved, grid)).T, grid, hessian)
+    before, after = ((weight - dequantize_codes(each, grid)).double() for each in (solved, fitted))
+    errors = [(lost @ hessian.double() * lost).sum(1) for lost in (before, after)]
+    assert bool((errors[1] <= 1.0001 * errors[0]).all())
+    assert 50 < int((fitted.scales != solved.scales).any(1).sum()) < 150
+
+
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_descent_lowers_the_error_of_gptq(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian, grid, _ = start(bits)
