@@ -228,3 +228,17 @@ def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) 
     assert "1000000000000000.0000 before, inf after" in mycli("show", "pico-rtn-int4-g32").stdout
     (folder / "mycli.json").write_text(json.dumps({**record, "card": {"perplexity": 3}}))
     assert mycli("show", "pico-rtn-int4-g32").returncode == 3
+
+
+def test_the_template_of_a_model_of_the_hub_is_checked_there(server: HubServer, mycli: Mycli) -> None:
+    done = mycli("template", "check", REPO)
+    assert done.returncode == 0 and "note: renders no tools" in done.stdout
+    settings = json.loads(FILES["tokenizer_config.json"])
+    del settings["chat_template"]
+    server.add("org/plain", {**FILES, "tokenizer_config.json": json.dumps(settings).encode()})
+    plain = mycli("template", "check", "org/plain")
+    assert plain.returncode == 2 and "org/plain has no chat template" in plain.stderr
+    requests = len(server.log)
+    for command in (("org/other", "--offline"), ("nothing-here",)):
+        assert mycli("template", "check", *command).returncode == 4
+    assert len(server.log) == requests

@@ -1,11 +1,17 @@
 """Test the words of `mycli show` for models whose layers differ."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from mycli.cli.commands.show import _heads, _mlp
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.command_line import Mycli
 from tests.support.families import CASES, reference_config
+from tests.support.models import random_model
 
 WORDS = {
     "llama-gqa4:2-hd16": ("4 of 16, 2 for keys and values", "MLP 88"),
@@ -14,6 +20,14 @@ WORDS = {
     "gemma4-ple-shared-kv-double": (
         "4 of 16, 2 for keys and values in 3 of 6 layers; 4 of 32, 2 for keys and values in 3 of 6 layers; "
         "3 of 6 layers share the KV cache of another",
+        "MLP 88",
+    ),
+    "nemotron_h-every-kind": (
+        "4 of 32, 2 for keys and values in 1 of 5 layers; 2 of 5 layers are recurrent",
+        "8 experts of 32 in 1 of 5 layers, 3 per token",
+    ),
+    "nemotron_h-no-experts": (
+        "4 of 32, 2 for keys and values in 1 of 5 layers; 2 of 5 layers are recurrent",
         "MLP 88",
     ),
     "qwen3_moe-8top2": ("4 of 16, 2 for keys and values", "8 experts of 96, 2 per token"),
@@ -28,3 +42,21 @@ WORDS = {
 def test_heads_and_mlps_are_counted_by_layer(case: str) -> None:
     config = parse_config(Fields(reference_config(*CASES[case]).to_dict(), "config.json"))
     assert (_heads(config), _mlp(config)) == WORDS[case]
+
+
+def test_windows_rope_sampling_and_template_are_shown(mycli: Mycli, tmp_path: Path) -> None:
+    """The text names the smallest window; what a model does not set is left out."""
+    rope = {"rope_type": "linear", "factor": 2.5}
+    folder = random_model(tmp_path / "m", model_type="mistral", sliding_window=24, rope_scaling=rope)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
+    answer, text = json.loads(mycli("show", str(folder), "--json").stdout), mycli("show", str(folder)).stdout
+    assert answer["sliding_windows"] == [24] and answer["chat_template"] is True and answer["task"] == "generative"
+    assert answer["bits_per_weight"] == 16 and answer["quantized_linears"] == 0
+    assert answer["sampling"]["temperature"] == 0.5 and None not in answer["sampling"].values()
+    assert re.search(r"context +\d+ tokens, linear rope x 2\.5, sliding window 24\n", text)
+    assert re.search(r"sampling .*temperature 0\.5", text) and "task" not in text and "adapter" not in text
+    plain = random_model(tmp_path / "plain")
+    (plain / "tokenizer_config.json").write_text("{}")
+    answer, text = json.loads(mycli("show", str(plain), "--json").stdout), mycli("show", str(plain)).stdout
+    assert (answer["sliding_windows"], answer["chat_template"]) == ([], False)
+    assert re.search(r"context +\d+ tokens\n", text) and re.search(r"chat template +no\n", text)

@@ -14,7 +14,7 @@ GOOD = ROOT / "tests/support/templates/agent.jinja"
 def test_a_models_template_is_checked_with_its_tokens(mycli: Mycli) -> None:
     done = mycli("template", "check", "pico")
     assert done.returncode == 0 and "3 before the first question" in done.stdout
-    assert "note: renders no tools" in done.stdout
+    assert "note: renders no tools" in done.stdout and "None" not in done.stdout
     strict = mycli("template", "check", "pico", "--strict")
     assert strict.returncode == 0  # a note is no warning
 
@@ -25,6 +25,7 @@ def test_a_file_with_an_error_exits_with_6(mycli: Mycli, tmp_path: Path) -> None
     done = mycli("template", "check", str(path), "--json")
     answer = json.loads(done.stdout)
     assert done.returncode == 6 and [finding["code"] for finding in answer["findings"]] == ["tools-not-rendered"]
+    assert answer["findings"][0]["remedy"]
     assert answer["findings"][0]["severity"] == "error" and "1 error" in answer["error"]["message"]
 
 
