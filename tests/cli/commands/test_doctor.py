@@ -1,24 +1,31 @@
 """Test `mycli doctor` on a healthy and on a faulty machine."""
 
+import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mycli.cli.commands.doctor import _path
+from mycli.cli.commands.doctor import _path, _portable, _portable_text
 from mycli.cli.main import main
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import recorded_bandwidth
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.device.system import Memory, cpu
 from mycli.runtime.diagnostics import selftest as doctor
 from mycli.runtime.diagnostics import throughput as bench
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.errors import Declined, ExitCode, ResourceError
 from mycli.runtime.kernels.cpu.library import build as cpu_build
 from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.busy_device import busy_once
+from tests.support.embedding_models import cross_encoder, qwen3_embedding
 from tests.support.models import CPU
+from tests.support.paths import PICO
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +50,19 @@ def test_healthy(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
     for part in ("torch 2.", "GiB free of", "20.0 GB/s", doctor.ANSWER, "int4-g128", "used", "relative error"):
         assert part in text, part
     assert recorded_bandwidth(state_dir, cpu_name()) == 20
+
+
+def test_limits_of_the_process_and_features_of_the_cpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("mycli.cli.commands.doctor")  # its function has the same name
+    processor = replace(cpu(), cores=3, quota=1.5, flags=frozenset({"sse", "avx2", "amx_int8"}))
+    monkeypatch.setattr(module, "cpu", lambda: processor)
+    monkeypatch.setattr(module, "gpus", list)
+    rows = []
+    for limit in ("the control group", "machine"):
+        monkeypatch.setattr(module, "memory", lambda limit=limit: Memory(2 << 30, 1 << 30, limit))
+        rows.append(dict(module._facts()))
+    assert rows[0]["CPU"].endswith("3 cores (a limit of 1.5 CPUs of time), avx2 amx_int8")
+    assert rows[0]["memory"].endswith("GiB (limit of the control group)") and "limit" not in rows[1]["memory"]
 
 
 def test_kernels_that_decline_are_listed_with_v(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,3 +158,18 @@ def test_a_broken_driver_is_reported_not_fatal(
     monkeypatch.setattr(command, "gpus", lambda: [Gpu(0, "NVIDIA H200", 140 << 30, 130 << 30, (9, 0), "580.1")])
     assert call() == ExitCode.OK
     assert "NVIDIA H200, compute 9.0, 130.00 GiB free of 140.00 GiB, driver 580.1" in capsys.readouterr().out
+
+
+def test_models_of_vectors_and_of_scores_have_no_portable_bits(tmp_path: Path) -> None:
+    folders = (PICO, qwen3_embedding(tmp_path / "embedding"), cross_encoder(tmp_path / "reranker"))
+    reasons = [_portable(LoadedModel.load(open_model_folder(folder), CPU))["declined"] for folder in folders]
+    assert ["computes embeddings" in str(declined) for declined in reasons] == [False, True, True]
+
+
+def test_products_whose_bits_differ_between_cpus_are_counted() -> None:
+    texts = [
+        _portable_text({"declined": declined, "differing": differing})
+        for declined, differing in (("a reason", ["q_proj"]), (None, []), (None, ["q_proj", "o_proj"]))
+    ]
+    assert texts[0] == "not available: a reason"
+    assert "also without it" in texts[1] and texts[2].endswith("without it 2 products differ, such as q_proj")
