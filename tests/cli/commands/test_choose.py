@@ -10,6 +10,7 @@ import pytest
 
 from mycli.cli.commands.choose import STATED_KL, _source
 from mycli.runtime.hub.store import RECORD
+from mycli.runtime.utils.units import human_bytes
 from tests.support.command_line import Mycli
 from tests.support.paths import PICO
 
@@ -60,6 +61,18 @@ def test_of_equal_copies_the_first_is_chosen(answer: Any, tmp_path: Path) -> Non
     first, second = found["candidates"][:2]
     assert second["name"] == "pico-copy" and second["memory_bytes"] == first["memory_bytes"]
     assert second["kl"] == first["kl"] == 0 and found["best"] == "pico"
+    proposed = {row["name"]: row for row in found["candidates"][2:]}
+    assert first["measured"] and second["measured"] and not any(row["measured"] for row in proposed.values())
+    assert first["command"] is None
+    assert proposed["pico-gptq-int4-g128"]["command"].startswith("mycli quantize pico --bits 4 --group 128")
+
+
+def test_what_fits_nowhere_is_explained_by_the_smallest_copy(answer: Any, mycli: Mycli, tmp_path: Path) -> None:
+    rows = answer("24GiB")["candidates"]
+    least = min(rows, key=lambda row: row["memory_bytes"])
+    assert human_bytes(least["memory_bytes"]) in answer("1MiB")["error"]["message"]
+    done = mycli("choose", "pico", "--gpu", "24GiB", env={"MYCLI_HOME": str(tmp_path / "home")})
+    assert all(row["name"] in done.stdout for row in rows) and "mycli chat pico --ctx 2048" in done.stdout
 
 
 @pytest.mark.parametrize(
