@@ -20,9 +20,11 @@ def called(system: str) -> dict[str, Any]:
     return {**body, "messages": [*body["messages"], *turns]}
 
 
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
 BODIES: dict[str, tuple[Any, Any]] = {
     "chat": (chat("Today is 2026-11-23."), chat("Today is 2026-11-24.")),
     "calls": (called("Today is 2026-11-23."), called("Today is 2026-11-24.")),
+    "tools": tuple({**chat(f"Today is 2026-11-{day}."), "tools": TOOLS} for day in (23, 24)),
     "messages": tuple(
         {"model": "pico", "max_tokens": 9, "system": f"Today is 2026-11-{day}.", "messages": chat("")["messages"][1:]}
         for day in (23, 24)
@@ -49,12 +51,21 @@ def test_the_cause_is_named(kind: str, mycli: Mycli, tmp_path: Path) -> None:
     assert "continues the first" in compared(mycli, tmp_path, first, first).stdout
 
 
+def test_tools_with_an_input_schema_are_those_of_messages(mycli: Mycli, tmp_path: Path) -> None:
+    tool = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
+    bodies = [{"model": "pico", "max_tokens": 9, "messages": chat("")["messages"][1:], "tools": [tool]}] * 2
+    done = compared(mycli, tmp_path, *bodies)
+    assert done.returncode == 0 and "continues the first" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("first", "options", "cause"),
     [
         ("{", (), "not valid JSON"),
         ("[]", (), "not an object"),
         ({"messages": []}, (), "names no model"),
+        ({"model": "", "messages": []}, (), "names no model"),
+        ({"model": 5, "messages": []}, (), "names no model"),
         ({"messages": []}, ("--model", "pico"), "messages: must have 1 or more items"),
     ],
 )
