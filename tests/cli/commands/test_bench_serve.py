@@ -207,6 +207,20 @@ def test_a_row_sums_its_runs() -> None:
         _row(server, "m", "http", [LoadResult(load, (Reply(0.0, problem="busy"),), 1.0)])
 
 
+@pytest.mark.parametrize(("tokens", "each"), [(3, "1000/1000/1000 ms"), (1, "")], ids=["three", "one"])
+def test_times_are_percentiles_in_milliseconds(tokens: int, each: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply of one token has no time between tokens."""
+    monkeypatch.setenv("COLUMNS", "300")
+    server: Any = SimpleNamespace(model="m")
+    replies = tuple(Reply(0.0, seconds, seconds + 2, 8, 0, tokens) for seconds in (1.0, 2.0, 3.0))
+    row = _row(server, "m", "http", [LoadResult(Load(8, tokens, 3, clients=1), replies, 1.0)])
+    terminal = Terminal()
+    Output(stdout=terminal, stderr=terminal).table([row], _COLUMNS)
+    headings, _, cells = ([cell.strip() for cell in line.split("|")] for line in terminal.getvalue().splitlines())
+    shown = dict(zip(headings, cells, strict=True))
+    assert (shown["TTFT p50/p95/p99"], shown.get("TPOT p50/p95/p99", "")) == ("2000/3000/3000 ms", each)
+
+
 def test_its_server_records_no_replies(environment: dict[str, str], tmp_path: Path) -> None:
     words = ["bench", "serve", "pico", "--clients", "1", "--requests", "1", "-p", "8", "-n", "2", "-r", "1"]
     state = {"XDG_STATE_HOME": str(tmp_path / "state")}
