@@ -17,6 +17,7 @@ from mycli.quant.export import gguf as writer
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
@@ -28,6 +29,7 @@ from tests.support import quantizing
 from tests.support.engines import whole
 from tests.support.exports import dense_values, export_to
 from tests.support.fim_model import MARKS, write_fim_tokenizer
+from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 
@@ -216,3 +218,16 @@ def test_marks_to_fill_in_the_middle_have_ids(tmp_path: Path) -> None:
     plain = json.loads((PICO / "tokenizer.json").read_text())
     keys = tokenizer_metadata(Fields(plain, "tokenizer.json"), Fields({}, ""), rows)
     assert not [key for key in keys if ".fim_" in key]
+
+
+@pytest.mark.parametrize(
+    ("variant", "types"), [("q8_0", ("F32", "Q8_0")), ("f32", ("F32", "F32")), ("f16", ("F16", "F16"))]
+)
+def test_matrices_of_which_half_is_transposed_have_no_blocks(
+    variant: str, types: tuple[str, str], tmp_path: Path
+) -> None:
+    make_exported(tmp_path / "hf", "deepseek_v3-groups-yarn")
+    done = export_to(tmp_path / "hf", f"gguf:{variant}", tmp_path / "a.gguf", requantize=True)
+    kinds = {name: entry.dtype for name, entry in GgufFiles.open(done.path).header.tensors.items()}
+    for part, kind in (("attn_k_b", types[0]), ("attn_v_b", types[0]), ("attn_output", types[1])):
+        assert {kinds[name] for name in kinds if f".{part}." in name} == {kind}, part
