@@ -78,6 +78,8 @@ def test_a_difference_is_named_by_its_cause(tmp_path: Path) -> None:
         require_same_run(tmp_path, {"calibration": fewer})
     with pytest.raises(UsageError, match=r"differs in calibration sha256 \(aa there, bb now\)$"):
         require_same_run(tmp_path, {"calibration": {**text, "sha256": "bb"}})
+    with pytest.raises(UsageError, match=r"differs in calibration \(\{.*\} there, None now\)$"):
+        require_same_run(tmp_path, {"calibration": None})
     with WorkFolder(tmp_path / "both", {"calibration": text, "recipe": {"samples": 128, "bits": 4}}):
         pass
     with pytest.raises(
