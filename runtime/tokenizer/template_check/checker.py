@@ -118,7 +118,10 @@ def _check_source(sources: Iterable[str]) -> tuple[list[Finding], list[str]]:
 def _continues(probe: Probe) -> bool:
     # The server continues a reply by writing its beginning after the generation prompt. The template must write it so
     # too, as the last message or as an earlier one: some add an empty block of reasoning to one of the two.
-    begun = probe.text([user(0)], more=True) + PLANTED_ANSWERS[0]
+    try:
+        begun = probe.text([user(0)], more=True) + PLANTED_ANSWERS[0]
+    except UserError:
+        return False
     conversations = ([user(0), assistant(0)], [user(0), assistant(0), user(1)])
     return any(_begins_with(probe, messages, begun) for messages in conversations)
 
