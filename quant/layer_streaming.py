@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.source_weights import SourceWeights
-from mycli.runtime.cache.kv_cache import Stored, cache_dtype
+from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import reuse_freed_memory, trim_heap
 from mycli.runtime.engine.loading.activations import activation_choice
-from mycli.runtime.layers.attention import PromptAttention
+from mycli.runtime.layers.attention import PromptAttention, SharedKeyValues
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
@@ -44,7 +44,7 @@ class SideInputs:
 
     def __init__(self, model: "StreamedModel", tokens: Tensor) -> None:
         self._model = model
-        self._shared: dict[int, dict[int, tuple[Stored, Stored]]] = {}
+        self._shared: dict[int, SharedKeyValues] = {}
         config = model.config
         self._per_layer = PerLayerInputs(config) if config.per_layer_width else None
         if self._per_layer is not None:
@@ -60,13 +60,20 @@ class SideInputs:
         twin._shared = {}
         return twin
 
-    def add_to(self, context: PassContext, windows: slice) -> PassContext:
-        """`context` with the side inputs of a batch of windows; batches must be the same for every layer."""
+    def shared(self, windows: slice) -> SharedKeyValues:
+        """The keys and values that layers share, of a batch of windows."""
+        return self._shared.setdefault(windows.start, {})
+
+    def add_to(self, context: PassContext, windows: slice, shared: SharedKeyValues | None = None) -> PassContext:
+        """`context` with the side inputs of a batch of windows; batches must be the same for every layer.
+
+        shared: keys and values to use instead of those that the layers before have left.
+        """
         per_layer = (
             None if self._per_layer is None else partial(self._layer_input, self._per_layer, self._rows[windows])
         )
         assert isinstance(context.attention, PromptAttention)
-        shared = self._shared.setdefault(windows.start, {})
+        shared = self.shared(windows) if shared is None else shared
         return replace(context, per_layer_inputs=per_layer, attention=context.attention.with_shared(shared))
 
     def _layer_input(self, per_layer: PerLayerInputs, rows: Tensor, layer: int) -> Tensor:

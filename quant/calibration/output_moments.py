@@ -3,20 +3,20 @@
 # The loss is that of tokens drawn from the model's own distribution, so that the moments are those of the Fisher
 # information: the second derivative of the KL divergence from the original.
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mycli.quant.calibration.gradients import BackwardPass
 from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.evaluate import STREAM_BYTES
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.rows import split_rows
-from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
-from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.linear import Linear, RoutedProduct
 
 GRADIENT_WINDOWS = 128
 
@@ -54,7 +54,6 @@ def output_moments(
     generator = torch.Generator().manual_seed(seed)
     windows = windows[torch.randperm(len(windows), generator=generator)[:GRADIENT_WINDOWS]]
     config, context = model.config, model.context(windows.shape[1])
-    exact = replace(context, attention=PromptAttention())
     moments: list[LayerMoments] = [LayerMoments() for _ in range(config.layers)]
 
     def loss(window: int, scores: Tensor) -> Tensor:
@@ -64,51 +63,64 @@ def output_moments(
     chunks = torch.split(windows, windows_at_once(len(windows), windows.shape[1], config.stream_width, config.layers))
     done, steps = 0, 2 * config.layers * len(chunks)
     for chunk in chunks:
-        streams = [model.embed(chunk)]
+        streams, side_inputs = [model.embed(chunk)], model.side_inputs(chunk)
         for index in range(config.layers):
             streams.append(streams[-1].clone())
             with torch.no_grad(), reduced_precision(model.placement.device):
-                model.advance(model.block(index), streams[-1], context)
+                model.advance(model.block(index), streams[-1], context, side_inputs)
             done += 1
             progress("measuring gradients", done, steps)
         with reduced_precision(model.placement.device):
-            gradient = model.head_gradient(streams.pop(), loss)
+            backward = BackwardPass(model, model.head_gradient(streams.pop(), loss), context, side_inputs)
         for index in reversed(range(config.layers)):
-            _add(model, index, streams.pop(), gradient, exact, moments[index])
+            _add(model, index, streams.pop(), backward, moments[index])
             done += 1
             progress("measuring gradients", done, steps)
     return moments
 
 
-def _add(
-    model: StreamedModel, index: int, stream: Tensor, gradient: Tensor, context: PassContext, moments: LayerMoments
-) -> None:
-    # `gradient`, of the layer's output, becomes that of its input.
+def _add(model: StreamedModel, index: int, stream: Tensor, backward: BackwardPass, moments: LayerMoments) -> None:
     block, device = model.block(index), model.placement.device
+    names = {linear: product for product, linear in block.products.items()}
+    outputs: list[tuple[Linear | RoutedProduct, Tensor]] = []
+
+    def run(x: Tensor, context: PassContext) -> Tensor:
+        y, outputs[:] = _outputs(block, x, context)
+        return y
+
     for windows in model.batches(stream):
-        x = stream[windows].to(device).requires_grad_()
         with reduced_precision(device):
-            y, outputs = _outputs(block, x, context)
-            first, *slopes = torch.autograd.grad(y, (x, *outputs.values()), gradient[windows].to(y))
-            for product, slope in zip(outputs, slopes, strict=True):
-                moments.add(slope, product)
-            moments.add(gradient[windows].to(device))
-        gradient[windows] = first.to(gradient)
+            moments.add(backward.gradient[windows].to(device))
+            backward.through(block.spec, windows, stream, run)
+            for product, output in outputs:
+                assert output.grad is not None
+                for linear, rows in _rows(product, output.grad):
+                    moments.add(rows, names[linear])
+        outputs.clear()
 
 
-def _outputs(block: Block, x: Tensor, context: PassContext) -> tuple[Tensor, dict[str, Tensor]]:
-    # The output of a block, and that of each of its products by name.
-    names = {id(linear): product for product, linear in block.products.items()}
-    outputs: dict[str, Tensor] = {}
+def _outputs(
+    block: Block, x: Tensor, context: PassContext
+) -> tuple[Tensor, list[tuple[Linear | RoutedProduct, Tensor]]]:
+    # The output of a block, and those of its products, which will get their gradients.
+    outputs: list[tuple[Linear | RoutedProduct, Tensor]] = []
+    context = block.routed(x, context)
     for part in block.parts:
         steps, output = part.steps(x, context), None
         try:
             product, value = next(steps)
             while True:
-                assert isinstance(product, Linear)  # plans refuse routed products
                 output = product(value)
-                outputs[names[id(product)]] = output
+                output.retain_grad()
+                outputs.append((product, output))
                 product, value = steps.send(output)
         except StopIteration as end:
             x = end.value
     return x, outputs
+
+
+def _rows(product: Linear | RoutedProduct, slope: Tensor) -> list[tuple[Linear, Tensor]]:
+    # Of a routed product those [n, N] of each expert that tokens reached.
+    if isinstance(product, Linear):
+        return [(product, slope)]
+    return [(product.linears[expert], slope[pairs]) for expert, pairs in product.route.slices.items()]

@@ -1,5 +1,6 @@
 """Chooses the type of each linear for a file of a given size by its effect on the output distribution (KL)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mycli.quant.ggml import types
 from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
-from mycli.quant.planning.mixed_precision import COPY_WINDOWS, low_width, spend_bytes
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, join, low_width, spend_bytes, width_units
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.progress import ReportProgress, silent
@@ -21,6 +22,7 @@ from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.errors import UsageError
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 # By size. Types that lose more than another one of their size are left out.
@@ -33,7 +35,7 @@ _GROUP = 32  # of the temporary copy
 
 @dataclass(frozen=True)
 class KindChoice:
-    """The linears of one product, which get the same type. bytes, loss (KL): by type."""
+    """The linears that get one type: those of a product, or of all experts. bytes, loss (KL): by type."""
 
     names: tuple[str, ...]
     bytes: dict[str, int]
@@ -81,11 +83,13 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []
-    for share, linears in zip(shares, groups, strict=True):
+    for unit in width_units(config, by_tensor=True):
+        share, products = join([shares[place] for place in unit]), [groups[place] for place in unit]
+        linears = [linear for product in products for linear in product]
         if linears[0].name not in work.packings:
             continue
         shapes = [(linear.out_features, linear.in_features) for linear in linears]
-        weights = [source.read(f"{linear.name}.weight")[:_SAMPLED_ROWS].float() for linear in linears]
+        weights = [_sampled(source, together) for together in zip(*products, strict=True)]
         kinds = _NARROW_KINDS if shapes[0][1] % TYPES_BY_NAME["Q4_K"].block else KINDS
         errors = {kind: _error(weights, kind) for kind in kinds}
         grid = Grid(Packing(bits, _GROUP), torch_dtype(config.dtype))
@@ -98,6 +102,12 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
             )
         )
     return choices
+
+
+def _sampled(source: SourceWeights, linears: Sequence[LinearSpec]) -> torch.Tensor:
+    """Return rows [n, K] of linears of one shape, as many of each."""
+    rows = max(1, _SAMPLED_ROWS // len(linears))
+    return torch.cat([source.read(f"{linear.name}.weight")[:rows] for linear in linears]).float()
 
 
 def _error(weights: list[torch.Tensor], kind: str) -> float:

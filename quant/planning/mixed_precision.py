@@ -5,21 +5,21 @@
 # `dynamic_quant` of mlx-lm does); at other widths they scale with the squared error of rounding.
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.quant.calibration.gradients import BackwardPass
 from mycli.quant.calibration.hessian import reduced_precision
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import SideInputs, StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
 from mycli.quant.solving.column_balance import balance
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
-from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.models.config import ModelConfig
@@ -35,7 +35,10 @@ WeightType = TypeVar("WeightType", int, str)  # a width, or the name of a type o
 
 @dataclass(frozen=True)
 class Share:
-    """The linears of a product, which get one width because readers fuse them: bytes and loss (KL) at each width."""
+    """Linears that get one width because readers fuse them: those of a product, or of a layer's experts.
+
+    bytes, loss (KL): at each width.
+    """
 
     weights: int
     bytes: Mapping[int, int]
@@ -46,6 +49,28 @@ def low_width(bits_per_weight: float, group: int | None) -> int:
     """Return the width of the copy: the widest below 8 that fits the target."""
     scale = 0.0 if group is None else 16 / group
     return max((bits for bits in BITS if bits < 8 and bits + scale <= bits_per_weight), default=min(BITS))
+
+
+def width_units(config: ModelConfig, *, by_tensor: bool = False) -> list[list[int]]:
+    """Return what gets one width: the places of its products in order of execution.
+
+    Engines multiply all experts of a layer by one kernel. by_tensor: their first and second products are units of their
+    own, as formats with one tensor for a linear of all experts have them. Any other product is a unit.
+    """
+    units: dict[tuple[int, str], list[int]] = {}
+    products = [(layer.index, product) for layer in config.layer_specs for product in layer.products()]
+    for place, (index, product) in enumerate(products):
+        owner, _, linear = product.rpartition(".")
+        if owner.startswith("experts."):
+            product = f"experts.{linear}" if by_tensor else "experts"
+        units.setdefault((index, product), []).append(place)
+    return list(units.values())
+
+
+def join(shares: Sequence[Share]) -> Share:
+    sizes = {bits: sum(share.bytes[bits] for share in shares) for bits in shares[0].bytes}
+    losses = {bits: sum(share.loss[bits] for share in shares) for bits in shares[0].loss}
+    return Share(sum(share.weights for share in shares), sizes, losses)
 
 
 def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
@@ -102,9 +127,10 @@ def measure_shares(
     """
     config = model.config
     context = model.context(windows.shape[1])
-    exact = replace(context, attention=PromptAttention())
-    reference, streams = _forward(model, low, windows, context, progress)
-    gradient = _kl_gradient(model, reference, streams[-1])
+    side_inputs = model.side_inputs(windows)
+    lows = None if side_inputs is None else side_inputs.twin()  # the tables of a copy are not quantized
+    reference, streams = _forward((model, side_inputs), (low, lows), windows, context, progress)
+    backward = BackwardPass(low, _kl_gradient(model, reference, streams[-1]), context, lows)
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
@@ -112,15 +138,12 @@ def measure_shares(
             balance(original, model.stored_dtype)
         rounded = {product: linear.weight().requires_grad_() for product, linear in block.products.items()}
         for rows in model.batches(stream):
-            x = stream[rows].clone().to(model.placement.device).requires_grad_()
-            with reduced_precision(model.placement.device):
-                block(x, exact).backward(gradient[rows].to(x))
-            assert x.grad is not None
-            gradient[rows] = x.grad.to(gradient)
+            backward.through(block.spec, rows, stream, block)
         for product, linear in reversed(original.products.items()):
             weight, slope = linear.weight(), rounded[product].grad
-            assert slope is not None
-            loss = float(((rounded[product].detach() - weight) * slope).sum(dtype=torch.float64)) / 2
+            loss = 0.0  # of an expert that no token reached
+            if slope is not None:
+                loss = float(((rounded[product].detach() - weight) * slope).sum(dtype=torch.float64)) / 2
             packing = low.packings[linear.specs[0].name]
             shares.append(_share(config, linear.specs, weight, max(0.0, loss), packing))
         progress("measuring sensitivity", 2 * config.layers - index, 2 * config.layers)
@@ -128,18 +151,23 @@ def measure_shares(
 
 
 def _forward(
-    model: StreamedModel, low: StreamedModel, windows: Tensor, context: PassContext, progress: ReportProgress
+    original: tuple[StreamedModel, SideInputs | None],
+    copy: tuple[StreamedModel, SideInputs | None],
+    windows: Tensor,
+    context: PassContext,
+    progress: ReportProgress,
 ) -> tuple[Tensor, Tensor]:
-    """Return the last stream of `model`, and the stream of `low` before each block and after the last."""
+    """Return the last stream of the original, and the stream of the copy before each block and after the last."""
+    (model, side_inputs), (low, lows) = original, copy
     layers = model.config.layers
     with torch.no_grad(), reduced_precision(model.placement.device):
         reference = model.embed(windows)
         streams = reference.new_empty(layers + 1, *reference.shape)
         streams[0] = reference
         for index in range(layers):
-            model.advance(model.block(index), reference, context)
+            model.advance(model.block(index), reference, context, side_inputs)
             streams[index + 1] = streams[index]
-            low.advance(_dense(low, index), streams[index + 1], context)
+            low.advance(_dense(low, index), streams[index + 1], context, lows)
             progress("measuring sensitivity", index + 1, 2 * layers)
     return reference, streams
 

@@ -28,7 +28,6 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
@@ -190,15 +189,10 @@ def _tensors(folder: ModelFolder, packings: Mapping[str, Packing]) -> Tensors:
 
 def require_gradients(config: ModelConfig) -> None:
     """Raise UsageError for a model through which the gradients of a loss do not pass."""
-    missing = None
     if config.has_side_inputs:
-        missing = "per-layer embeddings and keys and values shared between layers"
-    elif any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs):
-        missing = "the routing of experts"
-    if missing is not None:
         raise UsageError(
-            f"{config.model_type}: gradients stop at {missing}; tuning, a mean bit width, a file size and model "
-            "Hessians need them",
+            f"{config.model_type}: gradients stop at per-layer embeddings and keys and values shared between layers; "
+            "tuning, a mean bit width, a file size and model Hessians need them",
             "do not tune, choose bits instead of a mean or a size, and use Hessians of the layers",
         )
 

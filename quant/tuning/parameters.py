@@ -78,7 +78,7 @@ class TunableGain:
 class TunableBlock:
     """`block` with the codes and scales of `start`; its dense weights are dropped, and exist in fp32 during a call.
 
-    `stored` returns the dtype of a tensor in the file; `shifts` by linear lets codes move.
+    `stored` returns the dtype of a tensor in the file; `shifts` by linear lets the codes of those that it names move.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TunableBlock:
         for linear in self._linears():
             for spec in linear.specs:
                 grid = Grid(packings[spec.name], scale_dtype)
-                shift = None if shifts is None else shifts[spec.name]
+                shift = None if shifts is None else shifts.get(spec.name)
                 self.weights[spec.name] = TunableWeight(start.linears[spec.name], grid, device, shift)
             linear.replace(None)
         self.gains = [TunableGain(norm, stored(norm.tensor)) for norm in block.norms]

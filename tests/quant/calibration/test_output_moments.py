@@ -1,8 +1,11 @@
 """The moments of output gradients against those of one graph of the whole model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mycli.quant.calibration import output_moments as module
 from mycli.quant.calibration.hessian import reduced_precision
@@ -10,43 +13,87 @@ from mycli.quant.calibration.output_moments import output_moments, windows_at_on
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.rounding.rows import split_rows
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from tests.support.families import CASES, make
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
 
 STREAM = "stream"
+FAMILIES = (
+    "mixtral-4top2",
+    "smallthinker-rotating-untied",
+    "llama4-chunk16-4top1",
+    "gemma4-experts-ple-shared-kv-double-untied",
+    "gemma3n-sparse-shared-kv",
+)
+
+
+class Added:
+    """A dense product, to which zeros are added that can be differentiated."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self.zeros = weight, list[Tensor]()
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = functional.linear(x, self._weight)
+        self.zeros.append(torch.zeros_like(y, requires_grad=True))
+        return y + self.zeros[-1]
+
+    def dequantize(self) -> Tensor:
+        return self._weight
 
 
 def slopes(model: StreamedModel, windows: Tensor, seed: int) -> list[dict[str, Tensor]]:
-    """Return the gradients [tokens, N] by layer and product, and of streams: zeros are added and differentiated."""
+    """Return the gradients [rows, N] by layer and product, and of streams, in one graph of the whole model."""
     generator = torch.Generator().manual_seed(seed)
     windows = windows[torch.randperm(len(windows), generator=generator)]
     zeros: list[dict[str, Tensor]] = []
-    x = model.embed(windows)
+    x = model.embed(windows).requires_grad_()
+    context, side_inputs = model.context(windows.shape[1], exact=True), model.side_inputs(windows)
+    if side_inputs is not None:
+        context = side_inputs.add_to(context, slice(0, len(windows)))
     for index in range(model.config.layers):
-        block, added = model.block(index), {}
+        block = model.block(index)
+        products = {product: Added(linear.weight()) for product, linear in block.products.items()}
         for product, linear in block.products.items():
-            zero = added[product] = torch.zeros(*windows.shape, linear.out_features, requires_grad=True)
-            linear.register_forward_hook(lambda _, __, output, zero=zero: output + zero)
-        x = block(x, model.context(windows.shape[1], exact=True))
-        zero = added[STREAM] = torch.zeros_like(x, requires_grad=True)
-        x = x + zero
-        zeros.append(added)
+            linear.replace(products[product])
+        x = block(x, context)
+        stream = torch.zeros_like(x, requires_grad=True)
+        x = x + stream
+        added = {product: matmul.zeros[0] for product, matmul in products.items() if matmul.zeros}
+        zeros.append({**added, STREAM: stream})
     total = torch.zeros(())
     for stream in x:
         scores = model.logits(stream).log_softmax(1)
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
         total = total + scores.gather(1, drawn).sum()
     total.backward()  # type: ignore[no-untyped-call]  # torch's stub
-    return [{product: zero.grad.flatten(0, 1) for product, zero in added.items()} for added in zeros]
+    return [{product: zero.grad.flatten(0, -2) for product, zero in added.items()} for added in zeros]
 
 
-def test_moments_are_those_of_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one chunk of windows and in several; batches of a block hold fewer windows than a chunk."""
-    model = StreamedModel(open_model_folder(DRAFT), CPU, 2 * 24, dense=True)
-    windows = torch.randint(0, 4096, (5, 24), generator=torch.Generator().manual_seed(0))
+@pytest.fixture(params=["dense", *FAMILIES])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "dense":
+        return DRAFT
+    make(tmp_path / "model", *CASES[request.param])
+    return tmp_path / "model"
+
+
+@pytest.mark.usefixtures("quick_configs")
+def test_moments_are_those_of_the_whole_graph(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of a block hold fewer windows than are drawn; experts count the tokens that reach them.
+
+    Layers that read the keys and values of another one add to its gradients.
+    """
+    model = StreamedModel(open_model_folder(folder), CPU, 2 * 24, dense=True)
+    windows = torch.randint(0, model.config.vocab_size, (5, 24), generator=torch.Generator().manual_seed(0))
     with monkeypatch.context() as patch:
         # Draws follow exact scores: a token drawn differently would change everything.
-        patch.setattr(module, "reduced_precision", lambda _: torch.enable_grad())
+        for name in ("output_moments", "gradients"):
+            patch.setattr(f"mycli.quant.calibration.{name}.reduced_precision", lambda _: torch.enable_grad())
         reports: list[tuple[int, int]] = []
         whole = output_moments(model, windows, 3, lambda _, done, total: reports.append((done, total)))
     assert reports[-1] == (2 * model.config.layers,) * 2

@@ -237,16 +237,25 @@ def test_rows_that_fill_no_super_block_have_a_choice_of_types(tmp_path: Path) ->
     assert plan_gguf(source, recipe, UNMEASURED).layout.nbytes <= target
 
 
-def test_a_file_of_a_given_size_needs_gradients(tmp_path: Path) -> None:
-    """Each expert would get a type of its own, and one that no token reaches has no gradient."""
-    make(
-        tmp_path / "hf",
-        "mixtral",
-        {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 64, "vocab_size": 4096},
-    )
-    source, recipe = Source("experts", tmp_path / "hf"), replace(RECIPE, target_size=1 << 30)
-    with pytest.raises(UsageError, match="gradients stop at the routing of experts; .* a file size"):
-        plan_gguf(source, recipe, UNMEASURED)
+def test_a_file_of_experts_fits_its_size(tmp_path: Path) -> None:
+    """A tensor holds a linear of all experts, so these get one type."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 64, "vocab_size": 4096}
+    make(tmp_path / "hf", "mixtral", sizes)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, tmp_path / "hf" / file)
+    source, bounds = Source("experts", tmp_path / "hf"), []
+    for mix in ("iq2_xxs", "q8_0"):
+        bounds.append(plan_gguf(source, GgufRecipe(mix), UNMEASURED).layout.nbytes)
+    work = plan_gguf(source, replace(RECIPE, target_size=sum(bounds) // 2), UNMEASURED)
+    recipe = choose_kinds(work, tmp_path / "out.gguf", CPU)
+    kinds = dict(recipe.kinds)
+    assert len(set(kinds.values())) > 1
+    for layer in range(work.config.layers):
+        experts = f"model.layers.{layer}.block_sparse_moe.experts"
+        for linear in ("w1", "w2", "w3"):
+            assert len({kinds[f"{experts}.{expert}.{linear}.weight"] for expert in range(4)}) == 1
+    planned = plan_gguf(source, recipe, UNMEASURED)
+    assert planned.layout.nbytes <= sum(bounds) // 2
 
 
 def test_the_budget_goes_where_it_gains_most() -> None:

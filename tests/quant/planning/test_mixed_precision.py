@@ -24,11 +24,12 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import BITS
-from tests.support.models import CPU
+from tests.support.models import CPU, random_model
 from tests.support.paths import DRAFT
 from tests.support.quantizing import UNMEASURED, make
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
 
 
 def share(loss: float, weights: int = 1000) -> Share:
@@ -82,6 +83,61 @@ def test_the_shares_add_up_to_the_divergence(tmp_path: Path) -> None:
     assert measured is not None
     assert sum(each.loss[4] for each in shares) == pytest.approx(measured.kl.value, rel=0.25)
     assert all(each.loss[8] < each.loss[4] / 50 < each.loss[2] / 100 for each in shares)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of a random mixture; no token reaches the last of its four experts."""
+    folder = random_model(tmp_path_factory.mktemp("models") / "mixture", deviation=0.05, head_dim=32, **MIXTURE)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith("block_sparse_moe.gate.weight"):
+            tensor[3] = tensor[2]  # of equal scores the first is chosen
+            tensor[:3] *= 8
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+def test_the_shares_of_experts_add_up_to_the_divergence(tmp_path: Path, mixture: Path) -> None:
+    make(Source("mixture", mixture, None, None), tmp_path / "low", Recipe("rtn", 4, 64))
+    model, low = (StreamedModel(open_model_folder(folder), CPU) for folder in (mixture, tmp_path / "low"))
+    windows = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
+    shares = allocate.measure_shares(model, low, windows)
+    measured = evaluate(low, TokenWindows(windows, False, ""), model).divergence
+    assert measured is not None
+    assert sum(each.loss[4] for each in shares) == pytest.approx(measured.kl.value, rel=0.25)
+
+
+def test_experts_of_a_layer_get_one_width_or_one_for_each_tensor(mixture: Path) -> None:
+    config = open_model_folder(mixture).config
+    names = [product for layer in config.layer_specs for product in layer.products()]
+    for by_tensor, kinds in ((False, ["qkv", "o", "experts"]), (True, ["qkv", "o", "gate_up", "down"])):
+        units = allocate.width_units(config, by_tensor=by_tensor)
+        assert len(units) == config.layers * len(kinds)
+        assert sorted(place for unit in units for place in unit) == list(range(len(names)))
+        for unit, kind in zip(units, config.layers * kinds, strict=True):
+            assert len(unit) == (1 if kind in ("qkv", "o") else 8 if kind == "experts" else 4)
+            assert all(kind in names[place] for place in unit)
+            assert len({place // (len(names) // config.layers) for place in unit}) == 1
+    joined = allocate.join([share(1.0), share(0.5, 3000)])
+    assert joined == Share(4000, {bits: 4000 * bits // 8 for bits in BITS}, share(1.5).loss)
+
+
+def test_widths_of_a_mixture_fit_its_target(tmp_path: Path, mixture: Path) -> None:
+    recipe = Recipe("gptq", group=32, target_bpw=4.2, samples=8, seq=48)
+    work = plan_quantization(Source("mixture", mixture), recipe, UNMEASURED)
+    chosen = choose_widths(work, CPU, tmp_path / "out")
+    assert chosen.widths is not None and len(set(chosen.widths)) > 1
+    for layer in range(work.config.layers):
+        attention, experts = chosen.widths[10 * layer : 10 * layer + 2], chosen.widths[10 * layer + 2 : 10 * layer + 10]
+        assert len(set(experts)) == 1 and min(attention) >= experts[0]
+    made = make(Source("mixture", mixture), tmp_path / "out", chosen)
+    assert made.size.quantized_bits_per_weight <= 4.2
+    packings = open_model_folder(tmp_path / "out").packings
+    assert [packing.bits for name, packing in packings.items() if name.endswith("w2")] == [
+        width for place, width in enumerate(chosen.widths) if place % 10 > 2 and place % 2
+    ]
 
 
 def test_no_other_choice_of_equal_size_loses_less() -> None:
