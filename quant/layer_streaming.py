@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.source_weights import SourceWeights
-from mycli.runtime.cache.kv_cache import cache_dtype
+from mycli.runtime.cache.kv_cache import Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
@@ -28,7 +28,8 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streams import Streams
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.layers.weights import CheckpointWeights
-from mycli.runtime.models.part_spec import LinearSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec
 
 _EMBEDDING = f"{EMBEDDING}.weight"
 
@@ -64,16 +65,30 @@ class SideInputs:
         """The keys and values that layers share, of a batch of windows."""
         return self._shared.setdefault(windows.start, {})
 
-    def add_to(self, context: PassContext, windows: slice, shared: SharedKeyValues | None = None) -> PassContext:
-        """`context` with the side inputs of a batch of windows; batches must be the same for every layer.
+    def shared_by_window(self, windows: Tensor, layer: LayerSpec) -> SharedKeyValues:
+        """The keys and values that `layer` reads of another one, for any windows, int64 [count]."""
+        source = layer.mixer.kv_source if isinstance(layer.mixer, AttentionSpec) else None
+        if source is None:
+            return {}
+        starts = sorted(self._shared)
+        batches = [max(start for start in starts if start <= window) for window in windows.tolist()]
+        places = list(zip(batches, windows.tolist(), strict=True))
+        key, value = (
+            torch.stack([self._shared[start][source][part].data[window - start] for start, window in places])
+            for part in range(2)
+        )
+        return {source: (Stored(key), Stored(value))}
 
-        shared: keys and values to use instead of those that the layers before have left.
-        """
+    def add_to(self, context: PassContext, windows: slice) -> PassContext:
+        """`context` with the side inputs of a batch of windows; batches must be the same for every layer."""
+        return self.joined(context, windows, self.shared(windows))
+
+    def joined(self, context: PassContext, windows: slice | Tensor, shared: SharedKeyValues) -> PassContext:
+        """`context` with the per-layer embeddings of windows, and `shared`, to which layers add keys and values."""
         per_layer = (
             None if self._per_layer is None else partial(self._layer_input, self._per_layer, self._rows[windows])
         )
         assert isinstance(context.attention, PromptAttention)
-        shared = self.shared(windows) if shared is None else shared
         return replace(context, per_layer_inputs=per_layer, attention=context.attention.with_shared(shared))
 
     def _layer_input(self, per_layer: PerLayerInputs, rows: Tensor, layer: int) -> Tensor:

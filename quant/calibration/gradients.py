@@ -50,7 +50,7 @@ class BackwardPass:
                 stored = self._side_inputs.shared(windows)[source]
                 key, value = (Stored(part.dense(x.dtype).detach().requires_grad_()) for part in stored)
                 shared[source] = key, value
-            context = self._side_inputs.add_to(context, windows, shared)
+            context = self._side_inputs.joined(context, windows, shared)
         with reduced_precision(self._device):
             y = run(x, context)
             outputs, slopes = [y], [self.gradient[windows].to(y)]

@@ -14,7 +14,7 @@ from mycli.quant.layer_streaming import tokens_at_once
 from mycli.quant.output.model_card import Size
 from mycli.quant.output.work_folder import unwritten_bytes
 from mycli.quant.planning.memory import QuantizationWork, fitting_need, require_memory
-from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, measured_tokens, require_disk, require_gradients
+from mycli.quant.planning.plan import REPORT_CONTEXT, Plan, measured_tokens, require_disk
 from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.planning.target import OutputTarget
 from mycli.quant.recipe import DEFAULT_SEQ
@@ -71,8 +71,6 @@ def plan_gguf(
     """Plan a GGUF file of `source`; arguments and errors are those of `planning.plan.plan_quantization`."""
     folder = folder or source.open()
     stored, config = source_scheme(folder, source.label), folder.config
-    if recipe.target_size is not None:
-        require_gradients(config)
     kinds = _kinds(folder, recipe)
     mix = load_mix(recipe.mix)
     layout = GgufLayout(folder, source.label, kinds, mix.id)

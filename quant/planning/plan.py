@@ -123,8 +123,6 @@ def plan_quantization(
     measurable = replace(recipe, head="keep") if unmeasured and recipe.head == "auto" else recipe
     config, packings = folder.config, measurable.packings(folder.config)
     tensors = _tensors(folder, packings)
-    if recipe.tune or recipe.target_bpw is not None or recipe.hessian == "model":
-        require_gradients(config)
     seq = recipe.seq or min(DEFAULT_SEQ, config.max_context)
     if recipe.needs_data:
         check_windows(recipe.samples, seq, config.max_context)
@@ -185,16 +183,6 @@ def _tensors(folder: ModelFolder, packings: Mapping[str, Packing]) -> Tensors:
         for name, shape in folder.mtp_head.config.tensors():
             tensors.append((MTP_PART.stored_name(name), weights.dtype(name), shape))
     return tuple(tensors)
-
-
-def require_gradients(config: ModelConfig) -> None:
-    """Raise UsageError for a model through which the gradients of a loss do not pass."""
-    if config.has_side_inputs:
-        raise UsageError(
-            f"{config.model_type}: gradients stop at per-layer embeddings and keys and values shared between layers; "
-            "tuning, a mean bit width, a file size and model Hessians need them",
-            "do not tune, choose bits instead of a mean or a size, and use Hessians of the layers",
-        )
 
 
 def check_resources(work: QuantizationPlan, target: OutputTarget, work_folder: Path | None = None) -> None:

@@ -235,7 +235,8 @@ class _CopyOfBlock:
         dtype, shifts = self._solver.scale_dtype, self._solved.shifts
         tunable = TunableBlock(block, solved, blocks.packings, dtype, model.stored_dtype, shifts)
         exact, streams = blocks.original.exact, (blocks.stream, blocks.original.stream)
-        solved = tune_block(tunable, exact, *streams, self._index, model.placement.device, self._moments.stream)
+        device, moments = model.placement.device, self._moments.stream
+        solved = tune_block(tunable, exact, *streams, self._index, device, moments, blocks.side_inputs)
         blocks.advance(self._index, solved)
         return solved
 

@@ -66,14 +66,13 @@ def fold(
 
 
 def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    offset = norm.spec.offset
     # The gain is rounded to its stored dtype first; the columns follow the rounded value.
-    gain = norm.stored(norm.weight / scale, dtype).to(norm.weight.dtype) + offset
+    gain = norm.gain(norm.stored(norm.weight / scale, dtype).to(norm.weight.dtype))
     # An input whose gain is zero, or becomes zero, is not scaled.
     usable = (norm.weight != 0) & (gain != 0)
     scale = torch.where(usable, norm.weight / gain, 1.0)
     norm.weight = torch.where(usable, gain, norm.weight)
-    changed = {norm.tensor: norm.weight - offset}
+    changed = {norm.tensor: norm.stored(norm.weight, dtype)}
     if norm.bias is not None:
         norm.bias = norm.bias / scale
         changed[norm.spec.bias_tensor] = norm.bias

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mycli.quant.layer_streaming import SideInputs
 from mycli.quant.output.work_folder import Solved
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
@@ -61,15 +62,19 @@ def tune_block(
     seed: int,
     device: torch.device,
     moments: Tensor | None = None,
+    side_inputs: SideInputs | None = None,
 ) -> Solved:
     """Train `block` to turn `stream` into `target`; unchanged unless the error of the held-out windows falls.
 
-    moments: of the gradients of the block's output (`LayerMoments.stream`).
+    moments: of the gradients of the block's output (`LayerMoments.stream`). side_inputs: of the model that is tuned.
     """
     weights = None if moments is None else output_weights(moments, stream.shape[-1])
 
     def loss(windows: Tensor) -> Tensor:
-        return output_loss(block(stream[windows].to(device), context) - target[windows].to(device), weights)
+        batch = context
+        if side_inputs is not None:
+            batch = side_inputs.joined(context, windows, side_inputs.shared_by_window(windows, block.spec))
+        return output_loss(block(stream[windows].to(device), batch) - target[windows].to(device), weights)
 
     rates = [(block.shifts(), ROUNDING_RATE), (block.scale_changes(), SCALE_RATE)]
     gain = train(rates, loss, len(stream), BATCH, BLOCK_EPOCHS, seed, device)

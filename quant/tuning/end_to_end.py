@@ -23,9 +23,12 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.tuning.loop import count_steps, train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
+from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.device.system import trim_heap
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.vocabulary import finish_logits
+from mycli.runtime.models.part_spec import AttentionSpec
 from mycli.runtime.quantization.scheme import Packing
 
 EPOCHS = 4
@@ -59,25 +62,24 @@ class _Recomputed(Function):
     """Activation checkpointing (arXiv 1604.06174): saves only the input and computes the function again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        ctx.save_for_backward(x)
-        return run(x)
+        ctx.save_for_backward(*inputs)
+        return run(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None]:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
         with torch.enable_grad():
-            y = ctx.run(x)
-        torch.autograd.backward(y, gradients)
-        return None, x.grad
+            outputs = ctx.run(*inputs)
+        torch.autograd.backward(outputs, gradients)
+        return None, *(leaf.grad for leaf in inputs)
 
 
-def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `run(x)`, computed again in backward; x must require a gradient."""
-    y: Tensor = _Recomputed.apply(run, x)  # type: ignore[no-untyped-call]  # torch's stub
-    return y
+def recomputed(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return `run(*inputs)`, computed again in backward; the inputs must require gradients."""
+    outputs: tuple[Tensor, ...] = _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]  # torch's stub
+    return outputs
 
 
 class _Student:
@@ -87,9 +89,11 @@ class _Student:
         blocks: Sequence[Solved],
         packings: Mapping[str, Packing],
         scale_dtype: torch.dtype,
+        windows: Tensor,
         codes: bool,
     ) -> None:
-        self._model = model
+        self._model, self._windows = model, windows
+        self._side_inputs = model.side_inputs(windows)
         self.blocks: list[TunableBlock] = []
         for index in range(model.config.layers):
             block = model.block(index)
@@ -115,14 +119,34 @@ class _Student:
     def shifts(self) -> list[Tensor]:
         return [shift for block in self.blocks for shift in block.shifts()]
 
-    def log_probabilities(self, tokens: Tensor) -> Tensor:
-        context = self._model.context(tokens.shape[1], exact=True)
-        x = self._model.embed(tokens).to(self._model.placement.device).requires_grad_(torch.is_grad_enabled())
+    def log_probabilities(self, rows: Tensor) -> Tensor:
+        """Return those of the next tokens, fp32 [count, context, vocabulary], for windows of indices int64 [count]."""
+        model, tokens = self._model, self._windows[rows]
+        context = model.context(tokens.shape[1], exact=True)
+        x = model.embed(tokens).to(model.placement.device).requires_grad_(torch.is_grad_enabled())
+        shared: dict[int, Sequence[Tensor]] = {}  # keys and values by the layer that computes them
         for block in self.blocks:
-            x = recomputed(partial(block, context=context), x)
+            source = block.spec.mixer.kv_source if isinstance(block.spec.mixer, AttentionSpec) else None
+            run = partial(self._through, block, context, rows, source)
+            x, *written = recomputed(run, x, *(() if source is None else shared[source]))
+            shared[block.spec.index] = written
         if self.gain is not None:
             self.gain.install()
-        return finish_logits(self._head(self.norm(x)), self._model.config).log_softmax(-1)
+        left = x if model.streams is None else model.streams.leave(x)
+        return finish_logits(self._head(self.norm(left)), model.config).log_softmax(-1)
+
+    def _through(
+        self, block: TunableBlock, context: PassContext, rows: Tensor, source: int | None, x: Tensor, *read: Tensor
+    ) -> tuple[Tensor, ...]:
+        # The output of a block, and the keys and values that later layers read.
+        if self._side_inputs is None:
+            return (block(x, context),)
+        shared: dict[int, tuple[Stored, Stored]] = {}
+        if source is not None:
+            key, value = read
+            shared[source] = Stored(key), Stored(value)
+        y = block(x, self._side_inputs.joined(context, rows, shared))
+        return y, *(part.data for part in shared.get(block.spec.index, ()))
 
 
 def tune_model(
@@ -142,13 +166,13 @@ def tune_model(
     gives the same bytes.
     """
     trim_heap(mmap_threshold=4 << 20)
-    student = _Student(model, blocks, packings, scale_dtype, codes)
+    student = _Student(model, blocks, packings, scale_dtype, windows, codes)
     target = model.hidden(windows)
 
     def loss(rows: Tensor) -> Tensor:
         with torch.no_grad():
             teacher = model.logits(target[rows]).log_softmax(-1)
-        ours = student.log_probabilities(windows[rows])
+        ours = student.log_probabilities(rows)
         return functional.kl_div(ours, teacher, reduction="none", log_target=True).sum(-1).mean()
 
     at_once = min(BATCH, max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size)))

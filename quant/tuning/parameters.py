@@ -68,7 +68,7 @@ class TunableGain:
     def install(self) -> None:
         exact = self._start + self._unit * self.change
         stored = self._norm.stored(exact.detach(), self._dtype).to(exact.dtype)
-        self._norm.weight = straight_through(exact, stored + self._norm.spec.offset)
+        self._norm.weight = straight_through(exact, self._norm.gain(stored))
 
     @torch.no_grad()
     def stored(self) -> Tensor:
@@ -91,6 +91,7 @@ class TunableBlock:
         shifts: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._block = block
+        self.spec = block.spec
         self.start = start
         device = self._linears()[0].weight().device
         self.weights: dict[str, TunableWeight] = {}
@@ -100,7 +101,8 @@ class TunableBlock:
                 shift = None if shifts is None else shifts.get(spec.name)
                 self.weights[spec.name] = TunableWeight(start.linears[spec.name], grid, device, shift)
             linear.replace(None)
-        self.gains = [TunableGain(norm, stored(norm.tensor)) for norm in block.norms]
+        # Norms of single heads have a tensor for each head; they stay.
+        self.gains = [TunableGain(norm, stored(norm.tensor)) for norm in block.norms if not norm.spec.heads]
 
     def _linears(self) -> list[Linear]:
         return list(self._block.products.values())

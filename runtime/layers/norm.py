@@ -38,16 +38,14 @@ class RMSNorm(nn.Module):
             gain_dtype = torch.float32 if self.spec.fp32_gain else weights.dtype
             self.weight = torch.full((self.spec.size,), self.spec.factor, device=weights.device, dtype=gain_dtype)
             return
-        stored = self._in_halves(weights.read(self.tensor, torch.float32 if self.spec.fp32_gain else None))
-        self.weight = self._gain(stored) if self.spec.fp32_gain else stored
+        self.weight = self.gain(weights.read(self.tensor, torch.float32 if self.spec.fp32_gain else None))
         if self.spec.bias:
             self.bias = weights.read(self.spec.bias_tensor, self.weight.dtype)
 
-    def _in_halves(self, stored: Tensor) -> Tensor:
-        return stored.view(-1, 2).T.flatten() if self.spec.pairs else stored
-
-    def _gain(self, stored: Tensor) -> Tensor:
-        return (stored + self.spec.offset) * self.spec.factor
+    def gain(self, stored: Tensor) -> Tensor:
+        """Return the gain, in the dtype of `stored`, that the tensor of a checkpoint stands for."""
+        stored = stored.view(-1, 2).T.flatten() if self.spec.pairs else stored
+        return (stored + self.spec.offset) * self.spec.factor if self.spec.fp32_gain else stored
 
     def stored(self, gain: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tensor that a checkpoint of `dtype` stores for `gain`."""
@@ -56,8 +54,7 @@ class RMSNorm(nn.Module):
 
     def replace(self, stored: Tensor) -> None:
         """Set the gain from a tensor as a checkpoint stores it."""
-        stored = self._in_halves(stored.to(self.weight))
-        self.weight = self._gain(stored) if self.spec.fp32_gain else stored
+        self.weight = self.gain(stored.to(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.spec.heads:  # a norm of each head: a gain by value has no kernel

@@ -50,6 +50,26 @@ def test_tokens_without_per_layer_inputs_take_the_first_row(tmp_path: Path) -> N
     torch.testing.assert_close(model.logits(model.hidden(tokens)[0])[None], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("quick_configs")
+def test_shared_keys_and_values_of_any_windows(tmp_path: Path) -> None:
+    """Windows lie in batches of two; a layer that reads no other one's has none."""
+    make(tmp_path, *CASES["gemma3n-sparse-shared-kv"])
+    model = StreamedModel(open_model_folder(tmp_path), FP32, at_once=2 * 16)
+    tokens = torch.randint(0, model.config.vocab_size, (5, 16), generator=torch.Generator().manual_seed(0))
+    stream, side_inputs, context = model.embed(tokens), model.side_inputs(tokens), model.context(16)
+    assert side_inputs is not None
+    for layer in range(model.config.layers):
+        model.advance(model.block(layer), stream, context, side_inputs)
+    readers = [layer for layer in model.config.layer_specs if getattr(layer.mixer, "kv_source", None) is not None]
+    assert readers and not side_inputs.shared_by_window(torch.tensor([0]), model.config.layer(0))
+    for reader in readers:
+        ((source, both),) = side_inputs.shared_by_window(torch.tensor([4, 1, 2]), reader).items()
+        batches = [side_inputs.shared(batch)[source] for batch in model.batches(stream)]
+        for part, stored in enumerate(both):
+            every = torch.cat([batch[part].data for batch in batches])
+            assert torch.equal(stored.data, every[[4, 1, 2]])
+
+
 def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Block]] = []
     load = Block.load

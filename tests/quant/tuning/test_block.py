@@ -147,7 +147,7 @@ def test_each_block_is_tuned_with_the_moments_of_its_own_output(monkeypatch: pyt
     received: list[Tensor] = []
 
     def tune(block: TunableBlock, *settings: Tensor) -> Solved:
-        received.append(settings[-1])
+        received.append(settings[-2])
         return block.start
 
     monkeypatch.setattr(blockwise, "tune_block", tune)
