@@ -232,7 +232,8 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     # See `mixed_precision`: the stream at every block and the original's last one; then either the head with the
     # logits of a window, or a block of both models with gradients and a batch. Making the copy leaves pieces behind.
     config = work.config
-    streams = _FLOAT * work.sensitivity_tokens * config.hidden_size * (config.layers + 3)
+    streams = _FLOAT * work.sensitivity_tokens * config.stream_width * (config.layers + 3)
+    streams += 2 * _side_inputs(config, work.sensitivity_tokens)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = _whole_windows(at_once, work.seq)
     blocks = 3 * _FLOAT * _weights(_largest(config))
@@ -257,6 +258,7 @@ def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
         min(GRADIENT_WINDOWS, work.tokens // work.seq), work.seq, config.stream_width, config.layers
     )
     streams = _FLOAT * windows * work.seq * config.stream_width * (config.layers + 2)
+    streams += _side_inputs(config, windows * work.seq)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 5 * work.seq)
     tokens = _whole_windows(at_once, work.seq)
     passing = _FLOAT * _weights(_largest(config)) + _FLOAT * tokens * trained_values(_largest(config))
@@ -268,7 +270,7 @@ def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     # two more while it is differentiated, and three times the largest product.
     weights = _weights(_largest(work.config))
     largest = max(rows * inputs for _, rows, inputs in _products(work))
-    streams = _FLOAT * work.tokens * work.config.hidden_size * 2
+    streams = _FLOAT * work.tokens * work.config.stream_width * 2 + 2 * _side_inputs(work.config, work.tokens)
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
     if work.output_moments:  # those of all blocks, and the error of a batch twice more
         trained += _moment_bytes(work) + 2 * _FLOAT * BATCH * work.seq * work.config.stream_width
@@ -288,14 +290,14 @@ def _tuning_model(work: QuantizationWork) -> tuple[int, int]:
         if (packing := work.packings.get(linear.name)) is not None
     )
     tokens = min(BATCH, max(1, LOGITS_AT_ONCE // (work.seq * config.vocab_size))) * work.seq
-    saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
+    saved = _FLOAT * tokens * config.stream_width * (config.layers + 1) + _side_inputs(config, tokens)
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (1 + ("lm_head" in work.packings))
     block = 5 * _FLOAT * _weights(_largest(config))
     if work.tunes_codes:  # each as a level, its gradient, two moments and the best level so far
         codes += 5 * _FLOAT * codes
     resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL  # writing the blocks leaves _SMALL behind
-    streams = _FLOAT * work.tokens * config.hidden_size
+    streams = _FLOAT * work.tokens * config.stream_width + _side_inputs(config, work.tokens)
     training = _FLOAT * tokens * trained_values(_largest(config))
     return streams, resident + max(training + block, min(training, _PIECES) + logits)
 

@@ -214,6 +214,13 @@ def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
 
 
 NARROW = {**WIDE, "intermediate_size": 1024}
+MIXTURE = {
+    **NARROW,
+    "model_type": "mixtral",
+    "intermediate_size": 512,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 SLIM = {**WIDE, "hidden_size": 256, "intermediate_size": 512}  # as many bytes of twice the tokens, at half the products
 
 
@@ -275,6 +282,27 @@ SLIM = {**WIDE, "hidden_size": 256, "intermediate_size": 512}  # as many bytes o
             {"group": 64, "samples": 64, "seq": 512, "hessian": "model"},
             "none",
             id="output-moments",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**MIXTURE, "num_hidden_layers": 4},
+            {"group": 64, "samples": 16, "seq": 512, "target_bpw": 4},
+            "none",
+            id="sensitivity-of-experts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**MIXTURE, "num_hidden_layers": 4},
+            {"group": 64, "samples": 64, "seq": 512, "hessian": "model"},
+            "none",
+            id="output-moments-of-experts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MIXTURE,
+            {"group": 64, "samples": 8, "seq": 512, "tune": True},
+            "none",
+            id="tuning-a-block-of-experts",
             marks=pytest.mark.slow,
         ),
     ],
