@@ -1,6 +1,7 @@
 """Runs a recipe's solver on linears, with or without calibration data, and describes the result."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from mycli.quant.rounding.grid import (
     round_to_grid,
     round_to_nearest,
 )
-from mycli.quant.tuning.block import preferred_shifts
+from mycli.quant.rounding.rows import split_rows
+from mycli.quant.tuning.block import output_weights, preferred_shifts
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.scheme import Packing
 
@@ -77,7 +79,8 @@ class LinearSolver:
     ) -> SolvedProduct:
         """Solve weights [N, K] by name, stacked, for the moments of their common input, and of output gradients.
 
-        A linear that comes out worse than plain rounding with the same scales is rounded instead.
+        A linear that comes out worse than plain rounding with the same scales, by what the solver minimizes, is rounded
+        instead.
         """
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held_out)
@@ -86,18 +89,20 @@ class LinearSolver:
             solution = self.solve_matrix(target, grid, hessian, outputs)
         except ModelError as error:
             raise error.with_message(f"{', '.join(weights)}: {error.message}") from error
+        bounds = list(accumulate(map(len, weights.values()), initial=0))
+        parts = [slice(*bound) for bound in pairwise(bounds)]
+        moments = None if outputs is None else output_weights(outputs, len(target))
+        worse = None if moments is None else _worse_parts(target, solution.quantized, parts, grid, hessian, moments)
         result = SolvedProduct({}, [], {})
-        start = 0
-        for name, weight in weights.items():
-            rows = slice(start, start + len(weight))
-            start = rows.stop
+        for index, (name, weight) in enumerate(weights.items()):
+            rows = parts[index]
             part, scales = target[rows], solution.quantized.scales[rows]
             solved = Quantized(solution.quantized.codes[rows], scales)
             rounded = Quantized(round_to_grid(part, scales, grid), scales)
             total = _reduced_output_size(part, hessian)
             lost, same_scales = (output_error(part, codes, grid, hessian, total) for codes in (solved, rounded))
             fallback = "Hessian not positive definite" if solution.fallback else None
-            if lost > same_scales:
+            if lost > same_scales if worse is None else worse[index]:
                 fallback = "plain rounding is better"
             result.linears[name] = rounded if fallback else solved
             result.layers.append(
@@ -105,7 +110,7 @@ class LinearSolver:
                     name,
                     packing.name,
                     relative_error(weight, result.linears[name], grid),
-                    output_error=min(lost, same_scales),
+                    output_error=same_scales if fallback else lost,
                     rounding_output_error=rounding_error(weight, grid, hessian),
                     refit=share,
                     damping=solution.damping,
@@ -153,6 +158,32 @@ def output_error(
     lost = _reduced_output_size(dequantize_codes(quantized, grid).sub_(original), hessian)
     total = _reduced_output_size(original, hessian) if total is None else total
     return lost / total if total > 0 else 0.0
+
+
+def _worse_parts(
+    target: Tensor, solved: Quantized, parts: Sequence[slice], grid: Grid, hessian: Tensor, moments: Tensor
+) -> list[bool]:
+    """Return whether plain rounding of some rows would cost less; what the other rows compensate of them counts."""
+
+    def cost(error: Tensor) -> float:  # tr(G E H E^T), the blocks of G being `moments`
+        rows = split_rows(error)
+        with reduced_precision(hessian.device):
+            products = rows @ hessian @ rows.transpose(1, 2)
+        return float((products * moments).sum())
+
+    error = dequantize_codes(solved, grid).sub_(target)
+    least, worse = cost(error), []
+    for rows in parts:
+        scales, before = solved.scales[rows], error[rows].clone()
+        rounded = Quantized(round_to_grid(target[rows], scales, grid), scales)
+        error[rows] = dequantize_codes(rounded, grid).sub_(target[rows])
+        changed = cost(error)
+        worse.append(changed < least)
+        if worse[-1]:
+            least = changed
+        else:
+            error[rows] = before
+    return worse
 
 
 def _reduced_output_size(weight: Tensor, hessian: Tensor) -> float:

@@ -15,9 +15,10 @@ from mycli.quant.output.work_folder import Solved
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, dequantize_codes, round_to_grid
+from mycli.quant.rounding.rows import split_rows
 from mycli.quant.solvers import Solution, gptq
 from mycli.quant.solving.blockwise import BlockSolver, CopyTask, OriginalBlocks, quantize_blocks, solve_copies
-from mycli.quant.solving.linear_solver import LinearSolver
+from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, ResourceError
 from mycli.runtime.kernels.cpu.rounded import rounds
@@ -191,8 +192,11 @@ def half(hessian: Tensor) -> Moments:
     return Moments(hessian / 2, torch.zeros_like(hessian), len(hessian))
 
 
+@pytest.mark.parametrize("has_moments", [False, True])
 @pytest.mark.parametrize("fault", ["E8-worse-than-rounding"])
-def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_better_of_solution_and_rounding_is_kept(
+    fault: str, has_moments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, hessian = problem(16, 64)
     good, bad = weight[:8], weight[8:]
 
@@ -206,12 +210,39 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
     monkeypatch.setattr("mycli.quant.solvers.load", lambda _: Unlucky)
     packing = Packing(4, 32)
     solved, layers, _ = LinearSolver("any", torch.bfloat16, "mse").solve(
-        {"a": good, "b": bad}, packing, half(hessian), half(hessian)
+        {"a": good, "b": bad}, packing, half(hessian), half(hessian), coupled_rows(16, 400) if has_moments else None
     )
     assert [layer.fallback for layer in layers] == [None, "plain rounding is better"]
     assert layers[0].output_error is not None and layers[0].rounding_output_error is not None
     assert layers[0].output_error < layers[0].rounding_output_error
     assert torch.equal(solved["b"].codes, round_to_grid(bad, solved["b"].scales, Grid(packing, torch.bfloat16)))
+
+
+def coupled_rows(count: int, rank: int) -> Tensor:
+    """Return moments of the gradients by `count` outputs, which have `rank` directions."""
+    rows = split_rows(torch.randn(count, rank, generator=torch.Generator().manual_seed(1)))
+    return rows @ rows.transpose(1, 2)
+
+
+def test_solutions_are_judged_by_what_their_errors_do_together() -> None:
+    """The loss sees one direction of the outputs: errors of two linears cancel there, though each is large."""
+    weight, hessian = problem(24, 64)
+    moments, packing, given = coupled_rows(24, 1), Packing(3, None), (half(hessian), half(hessian))
+    solver = LinearSolver("gptq", torch.bfloat16, "mse")
+    linears = {"a": weight[:8], "b": weight[8:]}
+    alone = solver.solve(linears, packing, *given)
+    joint = solver.solve(linears, packing, *given, moments)
+    assert all(layer.fallback is None for layer in joint.layers)
+
+    def lost(solved: SolvedProduct) -> float:
+        grid = Grid(packing, torch.bfloat16)
+        errors = [dequantize_codes(solved.linears[name], grid) - part for name, part in linears.items()]
+        rows = split_rows(torch.cat(errors))
+        return float(((rows @ hessian @ rows.transpose(1, 2)) * moments).sum())
+
+    rounded = solver.round({"a": linears["a"]}, packing)
+    mixed = joint._replace(linears={**joint.linears, **rounded.linears})
+    assert lost(joint) < 0.5 * min(lost(alone), lost(mixed))
 
 
 @pytest.mark.parametrize("fault", ["E1-counted"])
