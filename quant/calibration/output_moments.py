@@ -21,6 +21,11 @@ from mycli.runtime.layers.linear import Linear, RoutedProduct
 GRADIENT_WINDOWS = 128
 
 
+def moments_name(product: str) -> str:
+    """Return the name of a product's moments: one for the last products of all experts, whose outputs are added up."""
+    return "experts.down" if product.startswith("experts.") and product.endswith(".down") else product
+
+
 @dataclass
 class LayerMoments:
     """Sums over tokens of g g^T for gradients g, each fp32 [blocks, BLOCK_ROWS, BLOCK_ROWS] (`rounding.rows`)."""
@@ -39,7 +44,8 @@ class LayerMoments:
         if product is None:
             self.stream = total if self.stream is None else self.stream.add_(total)
         else:
-            self.products[product] = self.products[product].add_(total) if product in self.products else total
+            name = moments_name(product)
+            self.products[name] = self.products[name].add_(total) if name in self.products else total
 
 
 def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, windows_at_once
+from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, moments_name, windows_at_once
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.rounding.error_compensation import drift_rows
@@ -241,12 +241,10 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
 
 
 def _moment_bytes(work: QuantizationWork) -> int:
-    widths = [
-        sum(spec.out_features for spec in group)
-        for layer in work.config.layer_specs
-        for group in layer.products().values()
-    ]
-    widths += [work.config.stream_width] * work.config.layers
+    widths = [work.config.stream_width] * work.config.layers
+    for layer in work.config.layer_specs:
+        groups = {moments_name(product): group for product, group in layer.products().items()}
+        widths += [sum(spec.out_features for spec in group) for group in groups.values()]
     return sum(_FLOAT * BLOCK_ROWS * -(-width // BLOCK_ROWS) * BLOCK_ROWS for width in widths)
 
 

@@ -23,7 +23,7 @@ from mycli.quant.calibration.hessian import (
     reduced_precision,
     require_finite,
 )
-from mycli.quant.calibration.output_moments import LayerMoments
+from mycli.quant.calibration.output_moments import LayerMoments, moments_name
 from mycli.quant.layer_streaming import SideInputs, StreamedModel, restore
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder
@@ -205,7 +205,7 @@ class _CopyOfBlock:
         if observed.too_few:
             solved = self._solver.round(weights, packing)
         else:
-            outputs = self._outputs.get(product)
+            outputs = self._outputs.get(moments_name(product))
             solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out, outputs)
         if factor is not None and not observed.too_few:
             hessian = observed.fitted.hessian + observed.held_out.hessian
