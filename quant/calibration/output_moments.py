@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mycli.quant.calibration.gradients import BackwardPass
 from mycli.quant.calibration.hessian import reduced_precision
@@ -19,6 +20,7 @@ from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 
 GRADIENT_WINDOWS = 128
+_TOKENS = 64
 
 
 def moments_name(product: str) -> str:
@@ -39,7 +41,10 @@ class LayerMoments:
 
     def add(self, gradient: Tensor, product: str | None = None) -> None:
         """Add gradients [windows, context, N] of the outputs of a product, or of the stream."""
-        rows = split_rows(gradient.flatten(0, -2).T.float())  # [blocks, BLOCK_ROWS, tokens]
+        slopes = gradient.flatten(0, -2).float()
+        # Zeros make the numbers of tokens few: oneDNN keeps what it compiles for each, and experts differ in theirs.
+        slopes = functional.pad(slopes, (0, 0, 0, -len(slopes) % _TOKENS))
+        rows = split_rows(slopes.T)  # [blocks, BLOCK_ROWS, tokens]
         total = torch.bmm(rows, rows.transpose(1, 2))
         if product is None:
             self.stream = total if self.stream is None else self.stream.add_(total)

@@ -31,6 +31,7 @@ _FLOAT = 4
 # ordered copy, the reversed factor, the identity and the inverse.
 _SQUARES = 8
 _PIECES = 96 << 20  # the most that malloc retains of a pass through a block: its buffers are below the mmap threshold
+_EXPERT_KERNELS = 128 << 20  # that oneDNN compiles for the numbers of rows of experts, with gradients: measured
 _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
 
@@ -170,6 +171,8 @@ def trained_values(layer: LayerSpec) -> int:
     """Return the values per token of a forward and backward pass: saved activations and the widest gradients."""
     hidden = hidden_width(layer)
     values = 12 * hidden + 8 * _inner_width(layer)
+    if isinstance(layer.mlp, ExpertsSpec):  # rows gathered for experts, and their outputs weighted one by one
+        values += 6 * layer.mlp.top_k * hidden
     for mixer in (layer.mixer, layer.state_space):
         if isinstance(mixer, AttentionSpec):
             query, key = head_widths(layer)
@@ -237,7 +240,12 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = _whole_windows(at_once, work.seq)
     blocks = 3 * _FLOAT * _weights(_largest(config))
-    return streams, max(head, blocks + _FLOAT * tokens * trained_values(_largest(config)) + 3 * _SMALL)
+    passing = _FLOAT * tokens * trained_values(_largest(config)) + _expert_kernels(config)
+    return streams, max(head, blocks + passing + 3 * _SMALL)
+
+
+def _expert_kernels(config: ModelConfig) -> int:
+    return _EXPERT_KERNELS if any(isinstance(layer.mlp, ExpertsSpec) for layer in config.layer_specs) else 0
 
 
 def _moment_bytes(work: QuantizationWork) -> int:
@@ -272,6 +280,7 @@ def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
     if work.output_moments:  # those of all blocks, and the error of a batch twice more
         trained += _moment_bytes(work) + 2 * _FLOAT * BATCH * work.seq * work.config.stream_width
+    trained += _expert_kernels(work.config)
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 
@@ -294,6 +303,7 @@ def _tuning_model(work: QuantizationWork) -> tuple[int, int]:
     block = 5 * _FLOAT * _weights(_largest(config))
     if work.tunes_codes:  # each as a level, its gradient, two moments and the best level so far
         codes += 5 * _FLOAT * codes
+    codes += _expert_kernels(config)
     resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL  # writing the blocks leaves _SMALL behind
     streams = _FLOAT * work.tokens * config.stream_width + _side_inputs(config, work.tokens)
     training = _FLOAT * tokens * trained_values(_largest(config))

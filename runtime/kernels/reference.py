@@ -212,8 +212,14 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     return torch.cat(chosen, 1), torch.cat(weights, 1)
 
 
-def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
-    """Multiply the rows of each expert by its weight: [pairs, N] in the dtype of x."""
+def routed_product(
+    weights: Sequence[Matmul | Tensor],
+    x: Tensor,
+    starts: Tensor,
+    tokens: Tensor | None,
+    product: Callable[[Tensor, Tensor], Tensor] = functional.linear,
+) -> Tensor:
+    """Multiply the rows of each expert by its weight, a dense one by `product`: [pairs, N] in the dtype of x."""
     # `weights` of the hit experts, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
     # x [tokens, K], or row p if `tokens` is None.
     bounds, parts = starts.tolist(), []
@@ -222,7 +228,7 @@ def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor
         if pairs.start == pairs.stop:
             continue
         rows = x[pairs] if tokens is None else x.index_select(0, tokens[pairs])
-        parts.append(functional.linear(rows, weight) if isinstance(weight, Tensor) else weight(rows))
+        parts.append(product(rows, weight) if isinstance(weight, Tensor) else weight(rows))
     return torch.cat(parts)
 
 

@@ -73,6 +73,7 @@ class Operation(Generic[_P, _R]):
 
 
 _FP32 = Declined("fp32-outside-inference")
+_EXPERT_ROWS = 64
 
 
 def _fp32_inference(
@@ -180,10 +181,25 @@ GROUP_NORM = Operation(
 # MoE layers: choice of experts, their products, the weighted sum of their outputs, the gate of a shared expert.
 ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]
 ROUTING = Operation("routing", (native_route, _lazy("kernels.triton.experts", "triton_route"), reference.route))
+
+
+def _expert_product(x: Tensor, weight: Tensor) -> Tensor:
+    # oneDNN keeps what it compiles for each number of rows, which differs from expert to expert: hundreds of MiB in a
+    # pass of calibration. Rows of zeros make the numbers few.
+    if not x.is_cpu or torch.is_inference_mode_enabled():
+        return DENSE_PRODUCT(x, weight)
+    rows = len(x)
+    return DENSE_PRODUCT(functional.pad(x, (0, 0, 0, -rows % _EXPERT_ROWS)), weight)[:rows]
+
+
+def _routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
+    return reference.routed_product(weights, x, starts, tokens, _expert_product)
+
+
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
 ROUTED_PRODUCT = Operation(
     "product of experts",
-    (native_routed_product, _lazy("kernels.triton.experts", "triton_routed_product"), reference.routed_product),
+    (native_routed_product, _lazy("kernels.triton.experts", "triton_routed_product"), _routed_product),
 )
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
 WEIGHTED_SUM = Operation(
