@@ -163,7 +163,7 @@ def output_error(
 def _worse_parts(
     target: Tensor, solved: Quantized, parts: Sequence[slice], grid: Grid, hessian: Tensor, moments: Tensor
 ) -> list[bool]:
-    """Return whether plain rounding of some rows would cost less; what the other rows compensate of them counts."""
+    """Return for each part of the rows whether plain rounding would cost less, the other rows being as they are."""
 
     def cost(error: Tensor) -> float:  # tr(G E H E^T), the blocks of G being `moments`
         rows = split_rows(error)
