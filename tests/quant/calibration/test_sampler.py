@@ -154,6 +154,10 @@ def test_rows_are_read_until_they_suffice_and_conversations_are_written_by_the_t
     assert found.windows.shape == (4, 64) and len(ids) > 4 * 4 * 64
     for window in found.windows[1::2].tolist():
         assert any(ids[start : start + 64] == window for start in range(len(written)))
+    # Windows come from four times as many tokens as they have.
+    path.write_text((row + "\n") * (3 * 4 * 64 // len(written)) + "read")
+    with pytest.raises(UsageError, match="rows.jsonl"):
+        calibration.from_file(path, tokenizer, 4, 64, seed=0)
 
 
 @pytest.mark.parametrize("content", ["", "One sentence."], ids=["E4-empty", "E4-short"])

@@ -64,6 +64,10 @@ def test_the_file_and_its_record(source: Source, made: Path) -> None:
     blocks = [tensor for tensor in tensors if kinds[tensor.name] in ("Q4_K", "Q6_K")]
     bits = 8 * sum(tensor.n_bytes for tensor in blocks) / sum(tensor.n_elements for tensor in blocks)
     assert work.size.quantized_bits_per_weight == pytest.approx(bits)
+    assert work.size.bits_per_weight == pytest.approx(
+        8 * work.layout.nbytes / sum(tensor.n_elements for tensor in tensors)
+    )
+    assert work.layout.nbytes == made.stat().st_size
     record = json.loads(made.with_suffix(".mycli.json").read_text())
     assert record["recipe"]["mix"] == "q4_k_m" and record["size"]["bytes"] == work.size.bytes
     assert all(layer["output_error"] < layer["rounding_output_error"] for layer in record["layers"] if layer["refit"])
