@@ -25,7 +25,7 @@ from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
 from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder
 from mycli.quant.planning.grouping import sum_of_needs
 from mycli.quant.planning.memory import Need
-from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, join, measure_shares, width_units
+from mycli.quant.planning.mixed_precision import WINDOWS, Share, add_shares, allocate, measure_shares, width_units
 from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy, require_disk
 from mycli.quant.planning.target import OutputTarget
 from mycli.quant.progress import Callbacks, ReportProgress, silent
@@ -75,7 +75,7 @@ def choose_widths(
     copy = plan_low_copy(work)
     shares = copy_shares(copy, folder, placement, work.need.at_once, progress)
     units = width_units(work.config)
-    chosen = allocate([join([shares[place] for place in unit]) for unit in units], target, copy.recipe.bits)
+    chosen = allocate([add_shares([shares[place] for place in unit]) for unit in units], target, copy.recipe.bits)
     widths = {place: bits for unit, bits in zip(units, chosen, strict=True) for place in unit}
     return replace(work.recipe, widths=tuple(widths[place] for place in range(len(shares))))
 

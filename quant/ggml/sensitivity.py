@@ -11,7 +11,7 @@ from mycli.quant.ggml import types
 from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
-from mycli.quant.planning.mixed_precision import COPY_WINDOWS, join, low_width, spend_bytes, width_units
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, add_shares, low_width, spend_bytes, width_units
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.progress import ReportProgress, silent
@@ -84,7 +84,7 @@ def _measure(work: GgufPlan, target: Path, placement: Placement, progress: Repor
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []
     for unit in width_units(config, by_tensor=True):
-        share, products = join([shares[place] for place in unit]), [groups[place] for place in unit]
+        share, products = add_shares([shares[place] for place in unit]), [groups[place] for place in unit]
         linears = [linear for product in products for linear in product]
         if linears[0].name not in work.packings:
             continue

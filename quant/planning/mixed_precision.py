@@ -67,7 +67,7 @@ def width_units(config: ModelConfig, *, by_tensor: bool = False) -> list[list[in
     return list(units.values())
 
 
-def join(shares: Sequence[Share]) -> Share:
+def add_shares(shares: Sequence[Share]) -> Share:
     sizes = {bits: sum(share.bytes[bits] for share in shares) for bits in shares[0].bytes}
     losses = {bits: sum(share.loss[bits] for share in shares) for bits in shares[0].loss}
     return Share(sum(share.weights for share in shares), sizes, losses)

@@ -120,7 +120,7 @@ def test_experts_of_a_layer_get_one_width_or_one_for_each_tensor(mixture: Path) 
             assert len(unit) == (1 if kind in ("qkv", "o") else 8 if kind == "experts" else 4)
             assert all(kind in names[place] for place in unit)
             assert len({place // (len(names) // config.layers) for place in unit}) == 1
-    joined = allocate.join([share(1.0), share(0.5, 3000)])
+    joined = allocate.add_shares([share(1.0), share(0.5, 3000)])
     assert joined == Share(4000, {bits: 4000 * bits // 8 for bits in BITS}, share(1.5).loss)
 
 
