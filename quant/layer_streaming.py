@@ -29,7 +29,7 @@ from mycli.runtime.layers.streams import Streams
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.layers.weights import CheckpointWeights
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec
 
 _EMBEDDING = f"{EMBEDDING}.weight"
 
@@ -66,25 +66,24 @@ class SideInputs:
         return self._shared.setdefault(windows.start, {})
 
     def shared_by_window(self, windows: Tensor, layer: LayerSpec) -> SharedKeyValues:
-        """The keys and values that `layer` reads of another one, for any windows, int64 [count]."""
-        source = layer.mixer.kv_source if isinstance(layer.mixer, AttentionSpec) else None
+        """The keys and values that `layer` reads from another layer, for any windows, int64 [count]."""
+        source = layer.kv_source
         if source is None:
             return {}
-        starts = sorted(self._shared)
-        batches = [max(start for start in starts if start <= window) for window in windows.tolist()]
-        places = list(zip(batches, windows.tolist(), strict=True))
-        key, value = (
-            torch.stack([self._shared[start][source][part].data[window - start] for start, window in places])
-            for part in range(2)
-        )
-        return {source: (Stored(key), Stored(value))}
+        keys, values = list[Tensor](), list[Tensor]()
+        for window in windows.tolist():
+            first = max(start for start in self._shared if start <= window)  # of the batch
+            key, value = self._shared[first][source]
+            keys.append(key.data[window - first])
+            values.append(value.data[window - first])
+        return {source: (Stored(torch.stack(keys)), Stored(torch.stack(values)))}
 
     def add_to(self, context: PassContext, windows: slice) -> PassContext:
         """`context` with the side inputs of a batch of windows; batches must be the same for every layer."""
         return self.joined(context, windows, self.shared(windows))
 
     def joined(self, context: PassContext, windows: slice | Tensor, shared: SharedKeyValues) -> PassContext:
-        """`context` with the per-layer embeddings of windows, and `shared`, to which layers add keys and values."""
+        """`context` with the per-layer embeddings of windows; layers read and add keys and values in `shared`."""
         per_layer = (
             None if self._per_layer is None else partial(self._layer_input, self._per_layer, self._rows[windows])
         )

@@ -18,14 +18,16 @@ from mycli.quant.rounding.rows import split_rows
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear, RoutedProduct
+from mycli.runtime.models.experts_spec import stacked_product
 
 GRADIENT_WINDOWS = 128
 _TOKENS = 64
 
 
 def moments_name(product: str) -> str:
-    """Return the name of a product's moments: one for the last products of all experts, whose outputs are added up."""
-    return "experts.down" if product.startswith("experts.") and product.endswith(".down") else product
+    """Return the key of a product's moments; the down projections of all experts share one, as they are summed."""
+    stacked = stacked_product(product)
+    return stacked if stacked == "experts.down" else product
 
 
 @dataclass

@@ -303,8 +303,8 @@ def _tuning_model(work: QuantizationWork) -> tuple[int, int]:
     block = 5 * _FLOAT * _weights(_largest(config))
     if work.tunes_codes:  # each as a level, its gradient, two moments and the best level so far
         codes += 5 * _FLOAT * codes
-    codes += _expert_kernels(config)
-    resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL  # writing the blocks leaves _SMALL behind
+    # Writing the blocks leaves _SMALL behind.
+    resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL + _expert_kernels(config)
     streams = _FLOAT * work.tokens * config.stream_width + _side_inputs(config, work.tokens)
     training = _FLOAT * tokens * trained_values(_largest(config))
     return streams, resident + max(training + block, min(training, _PIECES) + logits)

@@ -23,6 +23,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import stacked_product
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, Packing
 
@@ -52,18 +53,17 @@ def low_width(bits_per_weight: float, group: int | None) -> int:
 
 
 def width_units(config: ModelConfig, *, by_tensor: bool = False) -> list[list[int]]:
-    """Return what gets one width: the places of its products in order of execution.
+    """Group the products that must have one width; return their positions in order of execution.
 
-    Engines multiply all experts of a layer by one kernel. by_tensor: their first and second products are units of their
-    own, as formats with one tensor for a linear of all experts have them. Any other product is a unit.
+    Engines multiply all experts of a layer by one kernel, so these are a group; any other product is one.
+    by_tensor: for formats that store a linear of all experts as one tensor: gate and up are a group, down another.
     """
     units: dict[tuple[int, str], list[int]] = {}
     products = [(layer.index, product) for layer in config.layer_specs for product in layer.products()]
     for place, (index, product) in enumerate(products):
-        owner, _, linear = product.rpartition(".")
-        if owner.startswith("experts."):
-            product = f"experts.{linear}" if by_tensor else "experts"
-        units.setdefault((index, product), []).append(place)
+        stacked = stacked_product(product)
+        unit = stacked if by_tensor or stacked == product else "experts"
+        units.setdefault((index, unit), []).append(place)
     return list(units.values())
 
 
@@ -127,10 +127,8 @@ def measure_shares(
     """
     config = model.config
     context = model.context(windows.shape[1])
-    side_inputs = model.side_inputs(windows)
-    lows = None if side_inputs is None else side_inputs.twin()  # the tables of a copy are not quantized
-    reference, streams = _forward((model, side_inputs), (low, lows), windows, context, progress)
-    backward = BackwardPass(low, _kl_gradient(model, reference, streams[-1]), context, lows)
+    reference, streams, side_inputs = _forward(model, low, windows, context, progress)
+    backward = BackwardPass(low, _kl_gradient(model, reference, streams[-1]), context, side_inputs)
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
@@ -151,15 +149,11 @@ def measure_shares(
 
 
 def _forward(
-    original: tuple[StreamedModel, SideInputs | None],
-    copy: tuple[StreamedModel, SideInputs | None],
-    windows: Tensor,
-    context: PassContext,
-    progress: ReportProgress,
-) -> tuple[Tensor, Tensor]:
-    """Return the last stream of the original, and the stream of the copy before each block and after the last."""
-    (model, side_inputs), (low, lows) = original, copy
-    layers = model.config.layers
+    model: StreamedModel, low: StreamedModel, windows: Tensor, context: PassContext, progress: ReportProgress
+) -> tuple[Tensor, Tensor, SideInputs | None]:
+    """Return the last stream of `model`; of `low` the stream before each block and after the last, and side inputs."""
+    layers, side_inputs = model.config.layers, model.side_inputs(windows)
+    lows = None if side_inputs is None else side_inputs.twin()  # the tables of a copy are not quantized
     with torch.no_grad(), reduced_precision(model.placement.device):
         reference = model.embed(windows)
         streams = reference.new_empty(layers + 1, *reference.shape)
@@ -169,7 +163,7 @@ def _forward(
             streams[index + 1] = streams[index]
             low.advance(_dense(low, index), streams[index + 1], context, lows)
             progress("measuring sensitivity", index + 1, 2 * layers)
-    return reference, streams
+    return reference, streams, lows
 
 
 def _kl_gradient(model: StreamedModel, reference: Tensor, stream: Tensor) -> Tensor:

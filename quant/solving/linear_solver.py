@@ -79,8 +79,8 @@ class LinearSolver:
     ) -> SolvedProduct:
         """Solve weights [N, K] by name, stacked, for the moments of their common input, and of output gradients.
 
-        A linear that comes out worse than plain rounding with the same scales, by what the solver minimizes, is rounded
-        instead.
+        A linear is rounded instead where plain rounding with the same scales has less of the error that the solver
+        minimizes.
         """
         grid = self.grid(packing)
         target, share = refit(torch.cat(list(weights.values())), fitted, held_out)
@@ -102,7 +102,8 @@ class LinearSolver:
             total = _reduced_output_size(part, hessian)
             lost, same_scales = (output_error(part, codes, grid, hessian, total) for codes in (solved, rounded))
             fallback = "Hessian not positive definite" if solution.fallback else None
-            if lost > same_scales if worse is None else worse[index]:
+            is_worse = lost > same_scales if worse is None else worse[index]
+            if is_worse:
                 fallback = "plain rounding is better"
             result.linears[name] = rounded if fallback else solved
             result.layers.append(
@@ -163,13 +164,14 @@ def output_error(
 def _worse_parts(
     target: Tensor, solved: Quantized, parts: Sequence[slice], grid: Grid, hessian: Tensor, moments: Tensor
 ) -> list[bool]:
-    """Return for each part of the rows whether plain rounding would cost less, the other rows being as they are."""
+    """Return for each range of rows whether rounding it to nearest lowers the loss, with all other rows unchanged."""
 
     def cost(error: Tensor) -> float:  # tr(G E H E^T), the blocks of G being `moments`
         rows = split_rows(error)
+        pulled = moments @ rows  # in fp32: errors of rows cancel here
         with reduced_precision(hessian.device):
-            products = rows @ hessian @ rows.transpose(1, 2)
-        return float((products * moments).sum())
+            outputs = rows @ hessian
+        return float((pulled * outputs).sum())
 
     error = dequantize_codes(solved, grid).sub_(target)
     least, worse = cost(error), []

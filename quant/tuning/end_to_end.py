@@ -28,7 +28,6 @@ from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.vocabulary import finish_logits
-from mycli.runtime.models.part_spec import AttentionSpec
 from mycli.runtime.quantization.scheme import Packing
 
 EPOCHS = 4
@@ -120,14 +119,14 @@ class _Student:
         return [shift for block in self.blocks for shift in block.shifts()]
 
     def log_probabilities(self, rows: Tensor) -> Tensor:
-        """Return those of the next tokens, fp32 [count, context, vocabulary], for windows of indices int64 [count]."""
+        """Return the log-probabilities fp32 [count, context, vocabulary] for the windows of indices int64 [count]."""
         model, tokens = self._model, self._windows[rows]
         context = model.context(tokens.shape[1], exact=True)
         x = model.embed(tokens).to(model.placement.device).requires_grad_(torch.is_grad_enabled())
         shared: dict[int, Sequence[Tensor]] = {}  # keys and values by the layer that computes them
         for block in self.blocks:
-            source = block.spec.mixer.kv_source if isinstance(block.spec.mixer, AttentionSpec) else None
-            run = partial(self._through, block, context, rows, source)
+            source = block.spec.kv_source
+            run = partial(self._through, block, context, rows)
             x, *written = recomputed(run, x, *(() if source is None else shared[source]))
             shared[block.spec.index] = written
         if self.gain is not None:
@@ -136,15 +135,15 @@ class _Student:
         return finish_logits(self._head(self.norm(left)), model.config).log_softmax(-1)
 
     def _through(
-        self, block: TunableBlock, context: PassContext, rows: Tensor, source: int | None, x: Tensor, *read: Tensor
+        self, block: TunableBlock, context: PassContext, rows: Tensor, x: Tensor, *read: Tensor
     ) -> tuple[Tensor, ...]:
         # The output of a block, and the keys and values that later layers read.
         if self._side_inputs is None:
             return (block(x, context),)
         shared: dict[int, tuple[Stored, Stored]] = {}
-        if source is not None:
+        if block.spec.kv_source is not None:
             key, value = read
-            shared[source] = Stored(key), Stored(value)
+            shared[block.spec.kv_source] = Stored(key), Stored(value)
         y = block(x, self._side_inputs.joined(context, rows, shared))
         return y, *(part.data for part in shared.get(block.spec.index, ()))
 

@@ -51,6 +51,12 @@ class RoutingSpec:
     softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: none
 
 
+def stacked_product(product: str) -> str:
+    """Return `experts.gate_up` or `experts.down` for the product of any expert, and other names unchanged."""
+    owner, _, name = product.rpartition(".")
+    return f"experts.{name}" if owner.startswith("experts.") else product
+
+
 @dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of experts (arXiv 1701.06538): MLPs of one shape, of which each token goes through a few.

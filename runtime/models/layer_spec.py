@@ -116,6 +116,11 @@ class LayerSpec:
         return self.mixer if isinstance(self.mixer, LatentAttentionSpec) else None
 
     @property
+    def kv_source(self) -> int | None:
+        """The layer whose keys and values this one reads; None where it reads no other layer's."""
+        return self.mixer.kv_source if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
     def parts(self) -> tuple[PartSpec, ...]:
         parts = (self.mixer, self.state_space, self.mlp, self.per_layer)
         return tuple(part for part in parts if part is not None)

@@ -52,7 +52,7 @@ def test_tokens_without_per_layer_inputs_take_the_first_row(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("quick_configs")
 def test_shared_keys_and_values_of_any_windows(tmp_path: Path) -> None:
-    """Windows lie in batches of two; a layer that reads no other one's has none."""
+    """Batches hold two windows; a layer that reads no other layer has no shared keys."""
     make(tmp_path, *CASES["gemma3n-sparse-shared-kv"])
     model = StreamedModel(open_model_folder(tmp_path), FP32, at_once=2 * 16)
     tokens = torch.randint(0, model.config.vocab_size, (5, 16), generator=torch.Generator().manual_seed(0))

@@ -226,7 +226,7 @@ def test_counts_are_short() -> None:
 
 
 def test_ctrl_c_ends_a_chat_with_a_pipe_the_second_time(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No line is being typed, which the first Ctrl-C would drop."""
+    """The first Ctrl-C drops the line that is being typed; a pipe has none."""
     presses = iter([KeyboardInterrupt(), KeyboardInterrupt(), EOFError()])
 
     def press(call: Call) -> str:

@@ -199,7 +199,7 @@ def test_without_its_libraries_it_says_what_to_install(environment: dict[str, st
 
 
 def test_the_line_of_a_server_says_what_it_holds(tmp_path: Path) -> None:
-    """Only a context below the model's limit names the option; models of texts as vectors have no cache."""
+    """The option is named for a context below the model's limit; models that compute vectors have no cache."""
     limit, pico = 2048, "up to 5 replies concurrently; the cache holds 1 sequence of"
     for model, context, holds in (
         ("pico", 256, f"{pico} 256 tokens (--ctx allows up to {limit})"),

@@ -28,7 +28,7 @@ FAMILIES = (
 
 
 class Added:
-    """A dense product, to which zeros are added that can be differentiated."""
+    """Multiplies by a dense weight and adds zeros that require gradients."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight, self.zeros = weight, list[Tensor]()

@@ -242,7 +242,7 @@ def test_rows_that_fill_no_super_block_have_a_choice_of_types(tmp_path: Path) ->
 
 
 def test_a_file_of_experts_fits_its_size(tmp_path: Path) -> None:
-    """A tensor holds a linear of all experts, so these get one type."""
+    """A tensor holds one linear of all experts, so all experts get one type for it."""
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 64, "vocab_size": 4096}
     make(tmp_path / "hf", "mixtral", sizes)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -184,7 +184,7 @@ def test_finished_blocks_are_not_solved_again(
 def test_a_run_that_stores_its_parts_in_the_output_continues_after_them(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
-    """A kill may leave half a line in the journal; a restarted run with other settings uses nothing of before."""
+    """A kill may leave half a line in the journal; a run with other settings uses no earlier work."""
     stops = {"rtn": (10, 15), "gptq": (10, 13)}[recipe.method]  # q, k and v are solved together
     asked: list[str] = []
     solve = blockwise.LinearSolver.solve_without_data if recipe.method == "rtn" else blockwise.LinearSolver.solve

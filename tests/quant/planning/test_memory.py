@@ -224,87 +224,30 @@ MIXTURE = {
 SLIM = {**WIDE, "hidden_size": 256, "intermediate_size": 512}  # as many bytes of twice the tokens, at half the products
 
 
+FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
+def slow(name: str, shape: dict[str, Any], report: str = "none", **recipe: Any) -> Any:  # what `parametrize` takes
+    return pytest.param(shape, {"group": 64, **recipe}, report, id=name, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("shape", "recipe", "report"),
     [
         # Enough samples that memory retained by libraries, which differs between processors and runs, is a small part.
         pytest.param(SLIM, {"group": 64, "samples": 512, "seq": 256}, "none", id="solving"),
-        pytest.param(
-            NARROW, {"group": 64, "samples": 256, "seq": 256}, "none", id="solving-more", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            WIDE, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving-wide", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {**SLIM, "intermediate_size": 192, "vocab_size": 65536},
-            {"group": 64, "method": "rtn"},
-            "quick",
-            id="measuring",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            NARROW,
-            {"group": 64, "samples": 8, "seq": 512, "tune": True},
-            "none",
-            id="tuning-a-block",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            NARROW,
-            {"group": 64, "samples": 8, "seq": 512, "tune": True, "hessian": "model"},
-            "none",
-            id="tuning-a-block-with-moments",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**WIDE, "vocab_size": 32768},
-            {"group": 64, "samples": 8, "seq": 256, "tune": True},
-            "none",
-            id="tuning-scales",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**NARROW, "num_hidden_layers": 8},
-            {"group": 64, "samples": 8, "seq": 256, "tune": True, "tune_codes": True},
-            "none",
-            id="tuning-codes",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**NARROW, "num_hidden_layers": 4},
-            {"group": 64, "samples": 16, "seq": 512, "target_bpw": 4},
-            "none",
-            id="sensitivity",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**NARROW, "num_hidden_layers": 4},
-            {"group": 64, "samples": 64, "seq": 512, "hessian": "model"},
-            "none",
-            id="output-moments",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**MIXTURE, "num_hidden_layers": 4},
-            {"group": 64, "samples": 16, "seq": 512, "target_bpw": 4},
-            "none",
-            id="sensitivity-of-experts",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**MIXTURE, "num_hidden_layers": 4},
-            {"group": 64, "samples": 64, "seq": 512, "hessian": "model"},
-            "none",
-            id="output-moments-of-experts",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            MIXTURE,
-            {"group": 64, "samples": 8, "seq": 512, "tune": True},
-            "none",
-            id="tuning-a-block-of-experts",
-            marks=pytest.mark.slow,
-        ),
+        slow("solving-more", NARROW, samples=256, seq=256),
+        slow("solving-wide", WIDE, samples=128, seq=256),
+        slow("measuring", {**SLIM, "intermediate_size": 192, "vocab_size": 65536}, "quick", method="rtn"),
+        slow("tuning-a-block", NARROW, samples=8, seq=512, tune=True),
+        slow("tuning-a-block-with-moments", NARROW, samples=8, seq=512, tune=True, hessian="model"),
+        slow("tuning-scales", {**WIDE, "vocab_size": 32768}, samples=8, seq=256, tune=True),
+        slow("tuning-codes", {**NARROW, "num_hidden_layers": 8}, samples=8, seq=256, tune=True, tune_codes=True),
+        slow("sensitivity", {**NARROW, **FOUR_LAYERS}, samples=16, seq=512, target_bpw=4),
+        slow("output-moments", {**NARROW, **FOUR_LAYERS}, samples=64, seq=512, hessian="model"),
+        slow("sensitivity-of-experts", {**MIXTURE, **FOUR_LAYERS}, samples=16, seq=512, target_bpw=4),
+        slow("output-moments-of-experts", {**MIXTURE, **FOUR_LAYERS}, samples=64, seq=512, hessian="model"),
+        slow("tuning-a-block-of-experts", MIXTURE, samples=8, seq=512, tune=True),
     ],
 )
 def test_the_prediction_holds_within_a_tenth(

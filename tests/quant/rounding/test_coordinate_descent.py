@@ -52,7 +52,7 @@ def test_scales_are_those_of_least_squares(group: int | None) -> None:
 
 
 def test_a_row_keeps_scales_whose_rounding_to_16_bits_would_cost_more_than_is_gained() -> None:
-    """The scales of groups with nearly the same inputs are precise only together."""
+    """The scales of groups with nearly the same inputs have the least error only if solved together."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(400, 32, generator=generator)
     inputs = torch.cat((inputs, inputs + 0.1 * torch.randn(400, 32, generator=generator)), 1)

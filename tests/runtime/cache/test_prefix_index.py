@@ -255,7 +255,7 @@ def test_states_of_a_sequence_that_is_not_kept_are_free_again() -> None:
 
 
 def test_a_snapshot_of_a_block_that_is_not_reused_is_dropped() -> None:
-    """It would be that of the block before it, after fewer tokens."""
+    """The snapshot would be found under the block before it, which ends after fewer tokens."""
     mine, text = BlockPool(9, PrefixIndex(128, states=StatePool(3))), list(range(200))
     table, ends = computed(mine, text)
     assert ends == [192, 200] and set(table.snapshots) == {192}

@@ -165,7 +165,7 @@ def test_the_folder_is_kept_within_its_limit_and_the_least_recently_used_goes_fi
 
 
 def test_a_new_file_takes_the_room_of_an_old_one(tmp_path: Path) -> None:
-    """Also between the scans of the folder, which follow a sixteenth of the limit."""
+    """The limit holds between two scans of the folder too; a scan follows each sixteenth of the limit."""
     store = filled(tmp_path, limit=40 * FILE, text=list(range(43 * PIECE)))
     assert store.stats.written == 43 and store.stats.nbytes == sum(map(size_of, tmp_path.iterdir())) == 40 * FILE
 

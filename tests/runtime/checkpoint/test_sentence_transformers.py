@@ -105,7 +105,7 @@ def test_texts_within_a_chat_template_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_other_modules_and_orders_are_refused(kinds: tuple[str, ...], place: int, tmp_path: Path) -> None:
-    """One that is skipped would change every vector."""
+    """A skipped module would change every vector."""
     modules = [{"type": TYPES + kind, "path": f"{index}_{kind}"} for index, kind in enumerate(kinds)]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1_Pooling").mkdir()

@@ -50,7 +50,7 @@ def test_d11_what_does_not_exist(server: HubServer) -> None:
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_hub_without_error_codes_has_no_such_model(status: int, server: HubServer) -> None:
-    """As mirrors answer."""
+    """Mirrors answer without codes."""
     error = refused(server, Fault(status=status))
     assert f"{REPO}: no such model on {server.address()}" in error.message and error.code == "private-model"
 

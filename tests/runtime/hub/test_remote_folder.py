@@ -15,7 +15,7 @@ from tests.support.pulling import QUICK, REPO
 
 @pytest.mark.parametrize("count", [100, 1000], ids=["git", "lfs"])
 def test_every_file_is_recorded_with_its_sha256(count: int, server: HubServer, tmp_path: Path) -> None:
-    """Of files outside LFS the hub has a SHA-1 only."""
+    """The hub has only a SHA-1 for files outside LFS."""
     weights = safetensors({"model.norm.weight": ("F32", [count], bytes(range(4)) * count)})
     assert (len(weights) > LARGE) == (count == 1000)
     files = {"config.json": (PICO / "config.json").read_bytes(), "model.safetensors": weights}

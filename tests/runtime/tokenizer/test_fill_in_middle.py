@@ -137,7 +137,7 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_token_is_no_mark() -> None:
-    """Names that a model leaves out are empty."""
+    """Names that a model does not set are empty."""
     assert find_fim_tokens(["", "a", None], {}) is None
 
 

@@ -315,7 +315,7 @@ def test_each_use_is_found_once_with_its_line(source: str, findings: list[tuple[
 def test_replies_that_a_template_refuses_are_not_continued(
     condition: str, continues: bool, child: ChatTemplate, quick: None
 ) -> None:
-    """One that refuses a reply as the last message alone shows by an earlier one how it opens replies."""
+    """A template that refuses a reply as the last message shows by an earlier reply how replies open."""
     old, new = refusing(f"message.role == 'assistant' and {condition}")
     assert check_template(probe_of(child, GOOD.replace(old, new))).continues == continues
 
