@@ -21,9 +21,9 @@ from mycli.runtime.utils.memory import gc_freeze, gc_paused
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.cache.prefix_store import PrefixStore
+    from mycli.runtime.cache.shape import CacheShape
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.loading.loader import LoadedModel
-    from mycli.runtime.engine.model_runner import CacheShape
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.speculative.proposers import Proposer
     from mycli.runtime.speculative.speculator import ProposerSpeculator
@@ -114,10 +114,9 @@ def _build(
 ) -> OpenedModel:
     from mycli.runtime.engine.engine import Engine
     from mycli.runtime.engine.loading.loader import LoadedModel
-    from mycli.runtime.engine.model_runner import cache_shape
 
     running = config.running or plan.batch
-    shape = cache_shape(plan.context, plan.batch, running)
+    shape = plan.cache_shape
     loaded = LoadedModel.load(
         folder,
         placement,

@@ -20,6 +20,8 @@ class Chunk:
     # Trailing tokens that may be rejected: with any, the states advance only at `StateStore.commit_drafts`; if all are
     # drafts, never.
     drafted: int = 0
+    # Blocks of layers with a sliding window, -1 where no token sees the positions any more; None: the same blocks.
+    window_blocks: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -28,6 +30,10 @@ class Chunk:
     @property
     def length(self) -> int:
         return self.start + len(self.tokens)
+
+    def blocks_of(self, windowed: bool) -> tuple[int, ...]:
+        """Return the blocks of a layer."""
+        return self.window_blocks if windowed and self.window_blocks is not None else self.blocks
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,17 @@ class Batch:
     @cached_property
     def slot_mapping(self) -> Tensor:
         # int64 [T]: block * block_size + offset of each token's keys and values.
+        return self._slots(windowed=False)
+
+    @cached_property
+    def window_slots(self) -> Tensor:
+        # The same for layers with a window.
+        return self._slots(windowed=True)
+
+    def _slots(self, windowed: bool) -> Tensor:
         size = self.block_size
-        positions = ((chunk.blocks, at) for chunk in self.chunks for at in range(chunk.start, chunk.length))
-        return self._tensor([blocks[at // size] * size + at % size for blocks, at in positions], torch.int64)
+        places = ((chunk.blocks_of(windowed), at) for chunk in self.chunks for at in range(chunk.start, chunk.length))
+        return self._tensor([blocks[at // size] * size + at % size for blocks, at in places], torch.int64)
 
     def positions(self) -> Tensor:
         """Return the position int64 [T] of each token in its sequence."""
@@ -85,9 +99,17 @@ class Batch:
     @cached_property
     def block_table(self) -> Tensor:
         # int32 [S, blocks], padded with 0.
+        return self._table(windowed=False)
+
+    @cached_property
+    def window_table(self) -> Tensor:
+        # The same for layers with a window.
+        return self._table(windowed=True)
+
+    def _table(self, windowed: bool) -> Tensor:
         widest = max(len(chunk.blocks) for chunk in self.chunks)
-        rows = [[*chunk.blocks, *[0] * (widest - len(chunk.blocks))] for chunk in self.chunks]
-        return self._tensor(rows, torch.int32)
+        rows = [chunk.blocks_of(windowed) for chunk in self.chunks]
+        return self._tensor([[*row, *[0] * (widest - len(row))] for row in rows], torch.int32)
 
     @cached_property
     def logits_at(self) -> Tensor:

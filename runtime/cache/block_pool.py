@@ -17,7 +17,7 @@ class BlockPool:
         self.blocks = blocks
         self.index = index
         self.block_size = index.block_size
-        self.states = index.states
+        self.states, self.windows = index.states, index.windows
         # A heap returns the lowest number, so a sequence tends to get adjacent blocks.
         self._free = list(range(blocks))
         self._references = [0] * blocks

@@ -6,6 +6,7 @@ from dataclasses import replace
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Match, Node
 from mycli.runtime.cache.state_pool import Snapshots
+from mycli.runtime.cache.window_pool import NONE
 
 _NO_BLOCK = "no free block to copy a shared block into"
 
@@ -20,6 +21,9 @@ class BlockTable:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.blocks: list[int] = []
+        # Those of layers with a window, `NONE` where no later token sees them; empty where layers have the same blocks.
+        self.window_blocks: list[int] = []
+        self._passed = 0  # how many of these are `NONE`
         self.length = 0
         # The slot of the recurrent state; None before `allocate_state` and for models without such layers.
         self.state: int | None = None
@@ -36,6 +40,10 @@ class BlockTable:
             self.blocks.append(node.block)
             self._node, self._indexed = node, self._indexed + 1
         self.length = len(match.nodes) * pool.block_size
+        if pool.windows is not None:
+            self._passed = pool.windows.first_seen(self.length)
+            seen = match.nodes[self._passed :]
+            self.window_blocks = [NONE] * self._passed + [pool.windows.share(node.window.block) for node in seen]
         if pool.states is not None:
             self._plan_snapshots(match.cached, len(tokens) - 1)
             if match.partial is not None and not pool.free and not pool.index.is_idle(match.partial[0].block):
@@ -51,14 +59,13 @@ class BlockTable:
         mostly = 2 * count > len(node.tokens) and len(node.tokens) < pool.block_size
         if pool.index.is_idle(node.block) and (mostly or not pool.free):
             pool.share(node.block)
+            if pool.windows is not None:
+                self.window_blocks.append(pool.windows.share(node.window.block))
             if pool.states is not None and count in node.states:
                 pool.states.move(node.states, count, self._snapshots, self.length + count)
             pool.forget(node.block)
             self.blocks.append(node.block)
-        elif pool.free and (fresh := pool.allocate()) is not None:
-            pool.copy(node.block, fresh)
-            self.blocks.append(fresh)
-        else:
+        elif not (pool.free and self._append_copy(node)):
             return replace(match, partial=None, miss=_NO_BLOCK)
         self.length += count
         return match
@@ -82,16 +89,53 @@ class BlockTable:
         """Make positions `length` .. `end` writable; False if blocks run out, those reserved so far stay reserved."""
         pool, size = self._pool, self._pool.block_size
         first = self.length // size
-        if first < len(self.blocks):
-            block = pool.make_writable(self.blocks[first])
-            if block is None:
-                return False
-            self.blocks[first] = block
+        if first < len(self.blocks) and not self._make_writable(first):
+            return False
         while len(self.blocks) * size < end:
-            fresh = pool.allocate()
-            if fresh is None:
+            if not self._append():
                 return False
-            self.blocks.append(fresh)
+        return True
+
+    def _make_writable(self, index: int) -> bool:
+        pool, windows = self._pool, self._pool.windows
+        if windows is not None:
+            window = windows.make_writable(self.window_blocks[index])
+            if window is None:
+                return False
+            self.window_blocks[index] = window
+        block = pool.make_writable(self.blocks[index])
+        if block is None:
+            return False
+        self.blocks[index] = block
+        return True
+
+    def _append_copy(self, node: Node) -> bool:
+        """Append a copy of the blocks of `node`; False without a free block."""
+        pool, windows = self._pool, self._pool.windows
+        if windows is None:
+            copied = self._append()
+        else:
+            source = windows.share(node.window.block)  # must not be evicted for its own copy
+            copied = self._append()
+            if copied:
+                windows.copy(source, self.window_blocks[-1])
+            windows.release(source)
+        if copied:
+            pool.copy(node.block, self.blocks[-1])
+        return copied
+
+    def _append(self) -> bool:
+        """Append a fresh block; False if none is free."""
+        pool, windows = self._pool, self._pool.windows
+        window = NONE if windows is None else windows.allocate()
+        block = None if window is None else pool.allocate()
+        if block is None:
+            if windows is not None and window is not None:
+                windows.release(window)
+            return False
+        self.blocks.append(block)
+        if windows is not None and window is not None:
+            self.window_blocks.append(window)
         return True
 
     def fill(self, tokens: Sequence[int], length: int) -> None:
@@ -103,8 +147,22 @@ class BlockTable:
         while (self._indexed + 1) * size <= length:
             at = self._indexed * size
             self._node = index.insert(self._node, tuple(tokens[at : at + size]), self.blocks[self._indexed])
+            self._remember_window(self._node, self._indexed)
             self._indexed += 1
             self._index_snapshots(self._node, at)
+        self._release_passed()
+
+    def _remember_window(self, node: Node, index: int) -> None:
+        windows = self._pool.windows
+        if windows is not None and self.window_blocks[index] != NONE:
+            windows.remember(node.window, self.window_blocks[index])
+
+    def _release_passed(self) -> None:
+        windows = self._pool.windows
+        while windows is not None and self._passed < windows.first_seen(self.length):
+            windows.release(self.window_blocks[self._passed])
+            self.window_blocks[self._passed] = NONE
+            self._passed += 1
 
     def _index_snapshots(self, node: Node, start: int) -> None:
         # Move the snapshots within the block at `start` to its node, unless that was evicted.
@@ -132,6 +190,10 @@ class BlockTable:
         other._node, other._indexed = self._node, self._indexed
         for block in other.blocks:
             self._pool.share(block)
+        if self._pool.windows is not None:
+            other.window_blocks, other._passed = self.window_blocks[: len(other.blocks)], self._passed
+            for block in other.window_blocks[self._passed :]:
+                self._pool.windows.share(block)
         if self._pool.states is not None and self.state is not None:
             other.state = self._pool.states.branch(self.state)
         return other
@@ -154,9 +216,15 @@ class BlockTable:
         at, node = self._indexed * size, self._node
         if tokens is not None and at < self.length:
             node = index.insert(node, tuple(tokens[at : self.length]), self.blocks[self._indexed])
+            if len(node.tokens) == self.length - at:
+                self._remember_window(node, self._indexed)
         self._release_states(node, at, reusable=tokens is not None)
+        for window in reversed(self.window_blocks[self._passed :]):
+            assert self._pool.windows is not None
+            self._pool.windows.release(window)
         self._pool.release(reversed(self.blocks))
         self.blocks, self.length, self._node, self._indexed = [], 0, index.root, 0
+        self.window_blocks, self._passed = [], 0
 
     def _release_states(self, node: Node, at: int, reusable: bool) -> None:
         # Release the state, or with `reusable` store it as a snapshot in `node`, whose block starts at `at`.

@@ -93,19 +93,26 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         slots: int = 1,
+        window_blocks: int = 0,
     ) -> None:
+        """window_blocks: of layers with a sliding window, with numbers of their own; 0: `blocks`, as other layers."""
         self.states = StateStore(config, slots, device)
+        self._windowed = [window_blocks > 0 and config.windowed(layer) for layer in range(config.layers)]
         data: list[Tensor] = []
         scales: list[Tensor] = []  # empty except for int8 and int4
-        for vectors, heads, size in (shape for layer in range(config.layers) for shape in config.cache_shapes(layer)):
-            shape = vectors, blocks, heads, block_size
-            if dtype == PACKED:
-                scales.append(torch.zeros(*shape, int4_groups(size), dtype=torch.bfloat16, device=device))
-            elif dtype == torch.int8:
-                scales.append(torch.zeros(shape, dtype=torch.float32, device=device))
-            data.append(torch.zeros(*shape, size // 2 if dtype == PACKED else size, dtype=dtype, device=device))
+        self._by_kind: dict[bool, list[Tensor]] = {False: [], True: []}  # those of layers with a window: True
+        for layer, windowed in enumerate(self._windowed):
+            first = len(data)
+            for vectors, heads, size in config.cache_shapes(layer):
+                shape = vectors, window_blocks if windowed else blocks, heads, block_size
+                if dtype == PACKED:
+                    scales.append(torch.zeros(*shape, int4_groups(size), dtype=torch.bfloat16, device=device))
+                elif dtype == torch.int8:
+                    scales.append(torch.zeros(shape, dtype=torch.float32, device=device))
+                data.append(torch.zeros(*shape, size // 2 if dtype == PACKED else size, dtype=dtype, device=device))
+            self._by_kind[windowed] += [*data[first:], *scales[first:]]
         self._data, self._scales = data, scales
-        self.blocks, self.block_size = blocks, block_size
+        self.blocks, self.block_size, self.window_blocks = blocks, block_size, window_blocks
         # One view each of keys and values per layer, made once: making one takes as long as storing a token.
         views = list[Stored]()
         for index, tensor in enumerate(data):
@@ -122,14 +129,18 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
+    def windowed(self, layer: int) -> bool:
+        """Return whether a layer has the blocks of layers with a window, instead of those of the others."""
+        return self._windowed[layer]
+
     def write(self, layer: int, batch: Batch, keys: Stored, values: Stored) -> None:
         """Store keys and values [T, kv_heads, head_dim], in the dtype of the cache, of the tokens of `batch`."""
         if len(batch.chunks) > 1 or len(batch.chunks[0].blocks) > 1:
-            slots = batch.slot_mapping
+            slots = batch.window_slots if self._windowed[layer] else batch.slot_mapping
             self.write_at(layer, slots // self.block_size, slots % self.block_size, keys, values)
             return
         (chunk,) = batch.chunks
-        place = chunk.blocks[0], slice(None), slice(chunk.start, chunk.length)
+        place = chunk.blocks_of(self._windowed[layer])[0], slice(None), slice(chunk.start, chunk.length)
         for part, stored in zip(self._parts[layer], (keys, values), strict=True):
             part.data[place] = stored.data.transpose(0, 1)
             if part.scales is not None and stored.scales is not None:
@@ -162,8 +173,9 @@ class KVCache:
         """Return keys and values of all blocks as views [blocks, kv_heads, block_size, head_dim]."""
         return self._parts[layer]
 
-    def copy(self, source: int, target: int) -> None:
-        for tensor in (*self._data, *self._scales):
+    def copy(self, source: int, target: int, windowed: bool = False) -> None:
+        """Copy a block of the layers with a window, or of the others; of all layers if they have the same blocks."""
+        for tensor in self._by_kind[windowed]:
             tensor[:, target] = tensor[:, source]
 
     def nbytes_of(self, count: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from mycli.runtime.cache.state_pool import Snapshots, StatePool
+from mycli.runtime.cache.window_pool import NONE, WindowBlock, WindowPool
 
 # Where sequences part within a block, only this number of the latest children is compared: bounds a lookup when
 # thousands of prompts share a system prompt.
@@ -29,6 +30,7 @@ class Node:
     key: int  # hash of all tokens from the start of the sequence
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
     states: Snapshots = field(default_factory=dict)  # by number of tokens of this block
+    window: WindowBlock = field(default_factory=WindowBlock)  # its block in layers with a window
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class PrefixIndex:
-    """The trie of cached blocks. `states`: for recurrent models."""
+    """The trie of cached blocks. `states`: for recurrent models; `windows`: for blocks of layers with a window."""
 
-    def __init__(self, block_size: int, states: StatePool | None = None) -> None:
+    def __init__(self, block_size: int, states: StatePool | None = None, windows: WindowPool | None = None) -> None:
         self.block_size = block_size
-        self.states = states
+        self.states, self.windows = states, windows
         self.root = Node(-1, (), None, 0)
         self.nodes: dict[int, Node] = {}  # by block
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, least recently used first
@@ -116,7 +118,25 @@ class PrefixIndex:
         partial = None if best is None else (best, count)
         miss = self._miss(tokens, node, at, count, usable)
         match = Match(tuple(nodes), partial, miss, at + count)
+        if self.windows is not None:
+            return self._up_to_window(match, self.windows)
         return match if self.states is None else self._up_to_snapshot(match, rest)
+
+    def _up_to_window(self, match: Match, windows: WindowPool) -> Match:
+        # `match`, cut after the last whole block whose next token sees only cached blocks in layers with a window.
+        usable = first = 0  # the window blocks first .. count are cached
+        for count, node in enumerate(match.nodes, 1):
+            if node.window.block == NONE:
+                first = count
+            if first <= windows.first_seen(count * self.block_size):
+                usable = count
+        partial = match.partial if usable == len(match.nodes) else None
+        if partial is not None and partial[0].window.block == NONE:
+            partial = None
+        short = replace(match, nodes=match.nodes[:usable], partial=partial)
+        if short.tokens == match.cached:
+            return match
+        return replace(short, miss=f"a block of the sliding window was evicted (from token {short.tokens + 1})")
 
     def _up_to_snapshot(self, match: Match, rest: tuple[int, ...]) -> Match:
         # `match`, cut at its last snapshot; `rest`: the tokens after its whole blocks.
@@ -211,6 +231,8 @@ class PrefixIndex:
             del self.nodes[node.block]
             if self.states is not None:
                 self.states.drop(node.states)
+            if self.windows is not None:
+                self.windows.forget(node.window)
             if node.block in self._idle:
                 del self._idle[node.block]
                 freed.append(node.block)

@@ -6,7 +6,7 @@ GPU, torch's allocator.
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import GateError
 from mycli.runtime.memory.estimate import estimate, state_slots
 from mycli.runtime.memory.plan import MemoryPlan, cache_positions
@@ -105,27 +105,31 @@ def _touch(cache: KVCache, runner: ModelRunner) -> None:
     for layer in range(config.layers):
         shapes = [(min(TOUCHED, size), heads, width) for _, heads, width in 2 * config.cache_shapes(layer)]
         keys, values = (torch.zeros(shape, dtype=runner.dtype, device=runner.device) for shape in shapes[:2])
-        for block in range(cache.blocks):
+        for block in range(cache.window_blocks if cache.windowed(layer) else cache.blocks):
             for start in range(0, size, TOUCHED):
                 count = min(TOUCHED, size - start)
-                batch = Batch.of([Chunk([0] * count, start, (block,), 0)], size, runner.device)
+                chunk = Chunk([0] * count, start, (block,), 0, window_blocks=(block,))
+                batch = Batch.of([chunk], size, runner.device)
                 cache.write(layer, batch, *(Stored.of(part[:count], cache.dtype) for part in (keys, values)))
 
 
 def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequences: int) -> None:
     # The chunk of one sequence that ends where the context ends, then `DECODED` tokens of all sequences at the end.
     needed = -(-context // cache.block_size)
-    blocks = [
-        tuple((first + index) % cache.blocks for index in range(needed))
-        for first in range(0, sequences * needed, needed)
-    ]
+    places = [range(first, first + needed) for first in range(0, sequences * needed, needed)]
+    blocks = [tuple(place % cache.blocks for place in row) for row in places]
+    windows = [tuple(place % cache.window_blocks for place in row) if cache.window_blocks else None for row in places]
     start = context - tokens - DECODED
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
     samplers = [Sampler(sampling, runner.config.vocab_size, runner.device) for _ in range(sequences)]
-    logits = runner.run([Chunk([0] * tokens, start, blocks[0], 1)], cache).expand(sequences, -1)
+    logits = runner.run([Chunk([0] * tokens, start, blocks[0], 1, window_blocks=windows[0])], cache)
+    logits = logits.expand(sequences, -1)
     for position in range(start + tokens, context):
         drawn = [token for token in sample_rows(logits, samplers) if isinstance(token, int)]
-        chunks = [Chunk([drawn[index]], position, blocks[index], 1, index) for index in range(sequences)]
+        chunks = [
+            Chunk([drawn[index]], position, blocks[index], 1, index, window_blocks=windows[index])
+            for index in range(sequences)
+        ]
         logits = runner.run(chunks, cache)
 
 
@@ -145,7 +149,7 @@ def measure_memory(
     embeddings += sum(module.nbytes for module in tables if module is not None)
     capacity = cache_positions(plan.context)
     slots = state_slots(runner.config, plan.running or plan.batch)
-    cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch), slots)
+    cache = runner.make_cache(replace(plan, context=capacity).cache_shape, slots)
     exact = [
         MemoryPart("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
         MemoryPart("embeddings and head", predicted.embeddings, embeddings, exact=True),

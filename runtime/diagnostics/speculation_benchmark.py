@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.engine.stats import SpeculationStats, Timing

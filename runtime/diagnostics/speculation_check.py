@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.prefix_index import common_prefix_length
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import UsageError
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logits_processors import distribution

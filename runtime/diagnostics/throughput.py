@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics.memory_check import MemoryMeter
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.layers.streamed_experts import ExpertReads

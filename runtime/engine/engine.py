@@ -13,8 +13,10 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.cache.state_pool import StatePool
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.cache.window_pool import WindowPool
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.request_state import RequestState
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.scheduler import Limits, Scheduler
@@ -24,6 +26,7 @@ from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.sampling.sampler import leading, not_finite
 
 if TYPE_CHECKING:  # what most replies do without
@@ -60,7 +63,7 @@ class Engine:
         runner.rope(shape.context)  # built now, not during the first reply
         self.vocab_size, self._clock = vocab_size, clock
         states = StatePool(slots) if runner.config.has_recurrent else None
-        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, states))
+        pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, states, _windows(runner.config, shape)))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
         self._prefixes = None if store is None else self._disk_prefixes(store)
         self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._prefixes)
@@ -210,6 +213,8 @@ class Engine:
         pool = self.scheduler.pool
         for source, target in pool.take_copies():
             self.cache.copy(source, target)
+        for source, target in () if pool.windows is None else pool.windows.take_copies():
+            self.cache.copy(source, target, windowed=True)
         for source, target in () if pool.states is None else pool.states.take_copies():
             self.cache.states.copy(source, target)
 
@@ -383,3 +388,9 @@ class Engine:
                 output = replace(ended, tokens=output.tokens)
             outputs.append(output)
         return outputs
+
+
+def _windows(config: ModelConfig, shape: CacheShape) -> WindowPool | None:
+    if not shape.window_blocks or config.longest_window is None:
+        return None
+    return WindowPool(shape.window_blocks, config.longest_window, shape.block_size)

@@ -1,52 +1,23 @@
 """A loaded model with its compiled passes: runs chunks of sequences by the fastest pass that takes them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput, TokenSteps
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
-from mycli.runtime.memory.estimate import SHARED_BLOCK
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.activations import ActivationChoice
 from mycli.runtime.sampling.sampler import DeviceSampling
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """context: longest sequence in tokens; blocks, block_size: of the cache."""
-
-    context: int
-    blocks: int
-    block_size: int
-
-    @classmethod
-    def contiguous(cls, context: int, sequences: int = 1) -> "CacheShape":
-        """Return one block of `context` tokens for each sequence, which kernels read in place."""
-        return cls(context, sequences, context)
-
-    @classmethod
-    def paged(cls, context: int, tokens: int, block_size: int) -> "CacheShape":
-        return cls(context, -(-tokens // block_size), block_size)
-
-
-def cache_shape(context: int, sequences: int, running: int) -> CacheShape:
-    """Return the cache for `sequences` of `context` tokens, shared by up to `running` sequences.
-
-    It is contiguous for one sequence.
-    """
-    if max(sequences, running) == 1:
-        return CacheShape.contiguous(context, sequences)
-    return CacheShape.paged(context, context * sequences, SHARED_BLOCK)
 
 
 class ModelRunner:
@@ -86,7 +57,7 @@ class ModelRunner:
     def make_cache(self, shape: CacheShape, slots: int = 1) -> KVCache:
         """Return an empty cache with `slots` for recurrent states."""
         dtype = cache_dtype(self.kv, self.dtype)
-        return KVCache(self.config, shape.blocks, shape.block_size, self.device, dtype, slots)
+        return KVCache(self.config, shape.blocks, shape.block_size, self.device, dtype, slots, shape.window_blocks)
 
     def rope(self, context: int) -> Rope:
         """Return rotary tables of at least `context` positions, shared by all caches."""

@@ -31,4 +31,5 @@ class ScheduledSequence:
         tokens = [*sequence.tokens[self.start : end], *drafted]
         logits = len(tokens) if self.scored else (1 + len(drafted)) * (end == len(sequence.tokens))
         table = sequence.table
-        return Chunk(tokens, self.start, tuple(table.blocks), logits, table.state or 0, len(drafted))
+        windows = tuple(table.window_blocks) or None
+        return Chunk(tokens, self.start, tuple(table.blocks), logits, table.state or 0, len(drafted), windows)

@@ -5,6 +5,7 @@ Decides which keys a query sees and where they are: in the tokens of one pass (`
 """
 
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -132,6 +133,7 @@ class PagedAttention:
         self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
         known = tuple(chunk.count for chunk in batch.chunks)
         self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table, known=known, portable=portable)
+        self._windows = replace(self._ragged, block_table=batch.window_table) if cache.window_blocks else self._ragged
 
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
@@ -141,10 +143,10 @@ class PagedAttention:
             key, value = (CACHE_VECTORS(part[0], cache.dtype) for part in new)
             cache.write(layer, batch, key, value)
         layer = layer if spec.kv_source is None else spec.kv_source
-        scoring = attention_scoring(spec, sinks)
+        scoring, ragged = attention_scoring(spec, sinks), self._windows if cache.windowed(layer) else self._ragged
         if query.device.type == "cpu":
-            return PAGED_ATTENTION(query[0], *cache.all(layer), self._ragged, scoring)[None]
-        attended = PROMPT_ATTENTION.attempt(query[0], *cache.all(layer), self._ragged, scoring)
+            return PAGED_ATTENTION(query[0], *cache.all(layer), ragged, scoring)[None]
+        attended = PROMPT_ATTENTION.attempt(query[0], *cache.all(layer), ragged, scoring)
         return self._attend_gathered(layer, query, spec, sinks) if attended is None else attended[None]
 
     def _attend_gathered(self, layer: int, query: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
@@ -161,7 +163,8 @@ class PagedAttention:
         return LATENT_ATTENTION(*query, *self._cache.all(layer), self._ragged, spec.scale)
 
     def _attend_one(self, layer: int, query: Tensor, chunk: Chunk, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-        keys, values = self._cache.read(layer, chunk.blocks, chunk.length)
+        blocks = chunk.blocks_of(self._cache.windowed(layer))
+        keys, values = self._cache.read(layer, blocks, chunk.length)
         length = chunk.length
         if spec.window is not None:  # no token sees an older key, and the mask has no column for it
             length = min(length, spec.window + chunk.count - 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, draft_rows, graph_bytes
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
 from mycli.runtime.memory.weights import (
@@ -26,7 +27,6 @@ from mycli.runtime.quantization.scheme import INTEGER_TABLES, Packing, stacked_p
 from mycli.runtime.utils.dtypes import FP8_PIECE
 
 TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
-SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
 # A process without a model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA: context,
 # cuBLAS workspace (32 MiB on Hopper) and loaded kernels, as `diagnostics.memory_check` measured on an H200.
 CPU_RUNTIME = 252 << 20
@@ -87,16 +87,11 @@ def _rank_share(parts: Estimate, plan: MemoryPlan, ranks: int) -> int:
     return (parts.weights + parts.embeddings) // ranks + parts.cache // min(ranks, plan.config.kv_heads)
 
 
-def _all_positions(plan: MemoryPlan) -> int:
-    positions = cache_positions(plan.context) * plan.batch
-    # One sequence has a contiguous slot; several share blocks.
-    return positions if plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
-
-
-def cache_bytes(plan: MemoryPlan) -> int:
-    # A sliding window does not make it smaller: the cache stores every position.
-    token = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
-    return _all_positions(plan) * token + all_state_bytes(plan)
+def cache_bytes(plan: MemoryPlan, shape: CacheShape) -> int:
+    """Return the bytes of keys and values of a cache of `shape`, and of recurrent states."""
+    config = plan.config
+    tokens = (shape.blocks_of(config.windowed(layer)) * plan.token_bytes(layer) for layer in range(config.layers))
+    return shape.block_size * sum(tokens) + all_state_bytes(plan)
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -225,9 +220,10 @@ def _fixed(plan: MemoryPlan) -> _Fixed:
 
 
 def _whole(plan: MemoryPlan, fixed: _Fixed) -> Estimate:
-    draft = fixed.draft
+    draft, shape = fixed.draft, replace(plan, context=cache_positions(plan.context)).cache_shape
     if plan.draft is not None:
-        draft += cache_bytes(replace(plan.draft, context=plan.context, batch=plan.batch))
+        # Its cache has the blocks of the target, and stores every position.
+        draft += cache_bytes(replace(plan.draft, context=plan.context, batch=plan.batch), shape.without_windows())
     workspace = Workspace(
         activations=activation_bytes(plan),
         dequantization=fixed.dequantization,
@@ -239,7 +235,7 @@ def _whole(plan: MemoryPlan, fixed: _Fixed) -> Estimate:
         graphs=fixed.graphs,
     )
     runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
-    return Estimate(fixed.weights, fixed.embeddings, cache_bytes(plan), draft, workspace, runtime)
+    return Estimate(fixed.weights, fixed.embeddings, cache_bytes(plan, shape), draft, workspace, runtime)
 
 
 def estimate(plan: MemoryPlan) -> Estimate:

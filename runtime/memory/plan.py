@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mycli.runtime.cache.shape import CacheShape, cache_shape
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
@@ -26,6 +27,7 @@ class MemoryPlan:
     kv: KvDtype = "auto"
     prompt_copy: PromptCopy = "none"  # how packed weights of the blocks are also stored
     running: int | None = None  # sequences that share the cache; None: `batch`
+    prefixes_on_disk: bool = False  # from which any prefix is restored, with what layers with a window stored of it
     adapter_values: int = 0  # of an adapter that is computed next to packed weights
     expert_slots: int | None = None  # experts per layer in memory, the rest are read from disk on demand; None: all
 
@@ -45,6 +47,11 @@ class MemoryPlan:
         value = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
         scale = SCALE_BYTES if self.kv == "int8" else 0
         return sum(vectors * heads * (size * value + scale) for vectors, heads, size in shapes)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        shape = cache_shape(self.config, self.context, self.batch, self.running or self.batch, self.chunk)
+        return shape.without_windows() if self.prefixes_on_disk else shape
 
     @property
     def rows(self) -> int:

@@ -190,6 +190,18 @@ class ModelConfig:
     def distinct_windows(self) -> frozenset[int | None]:
         return frozenset(attention.window for attention in self.attentions)
 
+    def windowed(self, layer: int) -> bool:
+        """Return whether tokens of `layer` see a limited number of positions: a sliding window, or chunks."""
+        spec = self.layer(layer).mixer
+        return isinstance(spec, AttentionSpec) and (spec.window or spec.chunk) is not None
+
+    @cached_property
+    def longest_window(self) -> int | None:
+        """The most positions that a token sees in such layers; None without them, or without a cache."""
+        mixers = (layer.mixer for layer in self.layer_specs if not self.bidirectional)
+        windows = (mixer.window or mixer.chunk for mixer in mixers if isinstance(mixer, AttentionSpec))
+        return max((window for window in windows if window is not None), default=None)
+
     @cached_property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:
         ropes = (attention.rope for attention in self.attentions)

@@ -18,8 +18,9 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.cpu import compile_layers
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest

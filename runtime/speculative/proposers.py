@@ -11,10 +11,11 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.errors import ModelError
@@ -99,7 +100,7 @@ class DraftModel:
         """shape: of the target's cache; target_bytes: of its weights, since decoding is bound by reading them."""
         self.runner = runner
         self.context = min(shape.context, runner.config.max_context)
-        self.cache = runner.make_cache(shape)
+        self.cache = runner.make_cache(shape.without_windows())
         runner.rope(self.context)  # else built again for every longer sequence, where blocks are short
         self.relative_cost = runner.nbytes / max(target_bytes, 1)
         self._pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size))

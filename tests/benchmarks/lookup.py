@@ -112,7 +112,7 @@ class ScriptedEngine(Engine):
 
 
 def engine_of(opened: OpenedModel, drafts: bool, context: int) -> ScriptedEngine:
-    from mycli.runtime.engine.model_runner import CacheShape
+    from mycli.runtime.cache.shape import CacheShape
 
     speculator = None
     if drafts:

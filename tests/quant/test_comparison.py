@@ -21,9 +21,9 @@ from mycli.quant.comparison import (
 )
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import UsageError
 from mycli.runtime.open import open_model

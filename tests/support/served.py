@@ -18,11 +18,11 @@ from typing import Any
 
 import uvicorn
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError

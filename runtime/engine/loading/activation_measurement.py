@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import UserError
 from mycli.runtime.hub.activation_record import record_kl
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul

@@ -56,16 +56,19 @@ class _PassRows:
     """The sequences of one pass as native code reads them; owns the memory that `rows` points to."""
 
     def __init__(self, chunks: Sequence[Chunk], rope: Rope, per_layer_inputs: Tensor | None) -> None:
-        starts, lengths, blocks, states, drafts = [0], list[int](), list[int](), list[int](), list[int]()
+        starts, lengths, states, drafts = [0], list[int](), list[int](), list[int]()
         self.drafted: list[tuple[Chunk, int]] = []
         width = max([len(chunk.blocks) for chunk in chunks])
+        blocks = [block for chunk in chunks for block in (*chunk.blocks, *[0] * (width - len(chunk.blocks)))]
+        windows = blocks
+        if chunks[0].window_blocks is not None:
+            rows = [chunk.blocks_of(windowed=True) for chunk in chunks]
+            windows = [block for row in rows for block in (*row, *[0] * (width - len(row)))]
         for chunk in chunks:
             if chunk.drafted:
                 self.drafted.append((chunk, starts[-1]))
             starts.append(starts[-1] + len(chunk.tokens))
             lengths.append(chunk.start + len(chunk.tokens))
-            blocks += chunk.blocks
-            blocks += [0] * (width - len(chunk.blocks))
             states.append(chunk.state)
             drafts.append(chunk.drafted > 0)
         all_positions = rope.every(max(lengths))
@@ -73,7 +76,7 @@ class _PassRows:
         rotations = (CRotation * len(self.tables))()
         for rotation, table in zip(rotations, self.tables.values(), strict=True):
             rotation.cos, rotation.sin, rotation.scale = map(pointer, (table.cos, table.sin, table.query_scale))
-        arrays = [(c_int32 * len(values))(*values) for values in (starts, lengths, blocks, states)]
+        arrays = [(c_int32 * len(values))(*values) for values in (starts, lengths, blocks, windows, states)]
         draft_flags = (c_uint8 * len(drafts))(*drafts)
         self._owned = arrays, draft_flags, per_layer_inputs, self.tables
         self.rows = CPassRows(
@@ -123,6 +126,7 @@ def _layer_cache(module: Attention | LatentAttention, cache: KVCache, rotations:
         head_stride=keys.data.stride(1) // size,
         cache_type=CACHE_TYPES[keys.data.dtype],
         rotation=-1 if rope is None else rotations.index(rope),
+        windowed=cache.windowed(module.kv_layer),
     )
 
 

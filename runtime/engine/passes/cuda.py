@@ -305,7 +305,7 @@ def _without_padding(x: Tensor, counts: Sequence[int]) -> Tensor:
 def _inputs(work: PassInput, shape: _Shape) -> StepInput:
     sequences, new, padded = shape
     width, recurrent = block_table_width(work), work.cache.states.recurrent
-    waits, hidden = _states_wait(work), work.hook is not None
-    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent, waits, hidden)
+    waits, hidden, windowed = _states_wait(work), work.hook is not None, work.cache.window_blocks > 0
+    inputs = StepInput.zeros(sequences, new, width, work.rope.device, padded, recurrent, waits, hidden, windowed)
     inputs.fill(work.chunks)
     return inputs

@@ -126,9 +126,7 @@ class DeviceLoop:
     @torch.inference_mode()
     def compile_sampling(self, work: PassInput, vocab: int, biased: bool, filters: Filters) -> None:
         """Compile the kernels of sampling with `filters` by a step of `work`; threads may do so concurrently."""
-        inputs = StepInput.zeros(
-            *(len(work.chunks), 1, block_table_width(work), work.rope.device), recurrent=work.cache.states.recurrent
-        )
+        inputs = _inputs(work, len(work.chunks))
         inputs.fill(work.chunks)
         logits = self._step(inputs.resting(), work.rope, work.cache, last=True)[:, -1]
         logits = logits.float() if biased else logits
@@ -156,8 +154,7 @@ class DeviceLoop:
         if buffers is None or buffers.rope is not work.rope:
             device, recurrent = work.rope.device, work.cache.states.recurrent
             feedback = SamplingBuffers.make(STEPS, padded, device)
-            inputs = StepInput.zeros(padded, 1, block_table_width(work), device, recurrent=recurrent)
-            inputs = replace(inputs, tokens=feedback.tokens, lengths=feedback.lengths)
+            inputs = replace(_inputs(work, padded), tokens=feedback.tokens, lengths=feedback.lengths)
             stops = torch.full((padded, self.MOST_STOPS), -1, device=device) if recurrent else None
             buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope, stops)
         return buffers
@@ -280,6 +277,12 @@ class DeviceLoop:
             (captured,) = capture_or_launch(self._capture, (work,), self._report)
             buffers.graphs[kind] = captured
         return captured
+
+
+def _inputs(work: PassInput, sequences: int) -> StepInput:
+    windowed, recurrent = work.cache.window_blocks > 0, work.cache.states.recurrent
+    width = block_table_width(work)
+    return StepInput.zeros(sequences, 1, width, work.rope.device, recurrent=recurrent, windowed=windowed)
 
 
 @contextmanager

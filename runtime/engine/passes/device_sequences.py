@@ -25,7 +25,6 @@ class DeviceSequences:
         # for it.
         (count, new), present = inputs.tokens.shape, inputs.lengths > 0
         lengths = torch.where(present, inputs.lengths, inputs.lengths[:1])
-        table = torch.where(present[:, None], inputs.block_table, inputs.block_table[:1])
         self.tokens = torch.where(present[:, None], inputs.tokens, inputs.tokens[:1])
         positions = lengths.long()[:, None] + torch.arange(-new, 0, device=lengths.device)
         counts, self._rows = inputs.counts, None
@@ -39,10 +38,17 @@ class DeviceSequences:
         self._cache, self._drafts = cache, inputs.drafts
         if self._drafts is not None:
             self._drafts.layers.clear()
-        self._blocks = table.long().gather(1, positions // cache.block_size).flatten()
         self._offsets = self.positions % cache.block_size
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
-        self._ragged = Ragged(starts, lengths, table, new, counts=counts)
+
+        def places(table: Tensor) -> tuple[Ragged, Tensor]:
+            table = torch.where(present[:, None], table, table[:1])
+            blocks = table.long().gather(1, positions // cache.block_size).flatten()
+            return Ragged(starts, lengths, table, new, counts=counts), blocks
+
+        # The block tables of the layers, and the block of each token; of layers with a window: those of True.
+        others = places(inputs.block_table)
+        self._places = {False: others, True: others if inputs.window_table is None else places(inputs.window_table)}
         if inputs.states is not None and inputs.advances is not None:
             real = (torch.full_like(lengths, new) if counts is None else counts) * present
             self._runs = DeviceRuns(new, lengths - new, inputs.states, real.int(), inputs.advances)
@@ -63,11 +69,13 @@ class DeviceSequences:
         """Write keys and values [rows, kv_heads, size] of a layer to the cache."""
         rows = new if self._rows is None else tuple(part.index_select(0, self._rows) for part in new)
         key, value = (CACHE_VECTORS(part, self._cache.dtype) for part in rows)
-        self._cache.write_at(layer, self._blocks, self._offsets, key, value)
+        _, blocks = self._places[self._cache.windowed(layer)]
+        self._cache.write_at(layer, blocks, self._offsets, key, value)
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
         self._store(layer, (new[0].unsqueeze(1), new[1].unsqueeze(1)))
-        return LATENT_ATTENTION(*query, *self._cache.all(layer), self._ragged, spec.scale)
+        ragged, _ = self._places[False]
+        return LATENT_ATTENTION(*query, *self._cache.all(layer), ragged, spec.scale)
 
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
@@ -75,12 +83,12 @@ class DeviceSequences:
         if new is not None:
             self._store(layer, (new[0][0], new[1][0]))
         layer = layer if spec.kv_source is None else spec.kv_source
-        scoring = attention_scoring(spec, sinks)
+        scoring, (ragged, _) = attention_scoring(spec, sinks), self._places[self._cache.windowed(layer)]
         if query.shape[1] > MOST_ROWS:
-            attended = PROMPT_ATTENTION.attempt(query[0], *self._cache.all(layer), self._ragged, scoring)
+            attended = PROMPT_ATTENTION.attempt(query[0], *self._cache.all(layer), ragged, scoring)
             if attended is not None:
                 return attended[None]
-        return PAGED_ATTENTION(query[0], *self._cache.all(layer), self._ragged, scoring)[None]
+        return PAGED_ATTENTION(query[0], *self._cache.all(layer), ragged, scoring)[None]
 
 
 def _advance(runs: DeviceRuns, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> Tensor | None:

@@ -289,7 +289,7 @@ class FusedStep:
         router_scores: Tensor | None = None,
     ) -> Activation | None:
         layer, counters = self._layers[index], self._counters
-        lengths, block_table, counts = inputs.lengths, inputs.block_table, inputs.counts
+        lengths, block_table, counts = inputs.lengths, inputs.table_of(cache.windowed(index)), inputs.counts
         keys, values = cache.all(index)
         stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
         qkv, rotation = layer.input_norm.product, None if layer.rope is None else rotations[layer.rope]

@@ -47,7 +47,8 @@ class StepInput:
     block_table int32 [sequences, blocks]; counts int32 [sequences]: new tokens of each sequence that are not padding,
     which come first; None if there is no padding. states int64 [sequences]: slots of recurrent states, if there are
     any; advances int32 [sequences]: 0 where the step must not change the state, as with drafts, whose rows `drafts`
-    receives. hidden: receives the hidden states, if they are needed.
+    receives. hidden: receives the hidden states, if they are needed. window_table: as block_table, of layers with a
+    window where these have blocks of their own.
     """
 
     tokens: Tensor
@@ -58,6 +59,7 @@ class StepInput:
     advances: Tensor | None = None
     drafts: DraftRows | None = None
     hidden: HiddenRows | None = None
+    window_table: Tensor | None = None
 
     @classmethod
     def zeros(
@@ -70,11 +72,12 @@ class StepInput:
         recurrent: bool = False,
         drafted: bool = False,
         hidden: bool = False,
+        windowed: bool = False,
     ) -> "StepInput":
         """Return an input without sequences.
 
         padded: they may have fewer than `new` tokens; drafted: recurrent states advance by accepted tokens only;
-        hidden: hidden states are needed.
+        hidden: hidden states are needed; windowed: layers with a window have blocks of their own.
         """
         return cls(
             torch.zeros(sequences, new, dtype=torch.int64, device=device),
@@ -85,6 +88,7 @@ class StepInput:
             torch.ones(sequences, dtype=torch.int32, device=device) if recurrent else None,
             DraftRows(torch.zeros(sequences, dtype=torch.int32, device=device)) if recurrent and drafted else None,
             HiddenRows() if hidden else None,
+            torch.zeros(sequences, width, dtype=torch.int32, device=device) if windowed else None,
         )
 
     def resting(self) -> "StepInput":
@@ -94,6 +98,10 @@ class StepInput:
     @property
     def new(self) -> int:
         return self.tokens.shape[1]
+
+    def table_of(self, windowed: bool) -> Tensor:
+        """Return the block table of a layer."""
+        return self.window_table if windowed and self.window_table is not None else self.block_table
 
     def last_rows(self, x: Tensor) -> Tensor:
         """Return the rows of x [sequences, new, size] of the last token of each sequence: [sequences, 1, size]."""
@@ -109,7 +117,6 @@ class StepInput:
         absent = [0] * (len(self.lengths) - len(chunks))
         lengths = [chunk.start + self.new for chunk in chunks] + absent
         used = min(max(len(chunk.blocks) for chunk in chunks), self.block_table.shape[1])
-        rows = [[*chunk.blocks[:used], *[0] * (used - len(chunk.blocks))] for chunk in chunks]
         tokens = torch.tensor([[*chunk.tokens, *[0] * (self.new - chunk.count)] for chunk in chunks], dtype=torch.int64)
         if self.counts is not None:
             counts = [chunk.count for chunk in chunks] + absent
@@ -121,7 +128,11 @@ class StepInput:
             self.advances.copy_(torch.tensor(advances, dtype=torch.int32), non_blocking=True)
         self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
-        self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+        for table, windowed in ((self.block_table, False), (self.window_table, True)):
+            if table is not None:
+                rows = [chunk.blocks_of(windowed)[:used] for chunk in chunks]
+                padded = torch.tensor([[*row, *[0] * (used - len(row))] for row in rows], dtype=torch.int32)
+                table[: len(chunks), :used].copy_(padded, non_blocking=True)
 
 
 def capture_or_launch(capture: Capture, works: Sequence[Launches], report: OnDecline) -> Sequence[Launches]:

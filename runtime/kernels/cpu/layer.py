@@ -208,7 +208,7 @@ class CRotation(ctypes.Structure):
 
 class CPassRows(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("starts", "lengths", "table", "slots", "drafts")),
+        *((name, c_void_p) for name in ("starts", "lengths", "table", "window_table", "slots", "drafts")),
         ("rotations", ctypes.POINTER(CRotation)),
         *((name, c_void_p) for name in ("per_layer_inputs", "draft_inputs")),
         *((name, c_int64) for name in ("rows", "sequences", "table_width", "per_layer_stride", "by_position")),
@@ -220,7 +220,7 @@ class CLayerCache(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *(
             (name, c_int64)
-            for name in ("blocks", "block_size", "block_stride", "head_stride", "cache_type", "rotation")
+            for name in ("blocks", "block_size", "block_stride", "head_stride", "cache_type", "rotation", "windowed")
         ),
     ]
 

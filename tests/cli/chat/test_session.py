@@ -15,11 +15,11 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.command import Call
 from mycli.cli.output import Output
 from mycli.cli.text.format import compact
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import ModelError, UsageError

@@ -12,6 +12,7 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.adapter import LowRank
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -19,7 +20,6 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.loading.sizing import requested_plan
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.passes.captured import decline_capture, decline_waiting
 from mycli.runtime.engine.passes.cpu_parts import native_part
 from mycli.runtime.errors import Declined, ModelError

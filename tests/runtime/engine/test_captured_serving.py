@@ -13,9 +13,10 @@ from typing import cast
 import pytest
 import torch
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.captured import CapturedStep

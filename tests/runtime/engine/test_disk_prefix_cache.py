@@ -14,6 +14,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_store import PIECE, PrefixStore, StoredPiece, StoredPrefix
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import disk_prefix_cache
@@ -21,7 +22,7 @@ from mycli.runtime.engine import scheduler as restore
 from mycli.runtime.engine.disk_prefix_cache import identity
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, RequestSequence

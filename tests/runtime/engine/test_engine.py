@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from mycli.runtime.cache.kv_cache import cache_dtype
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.request_state import RequestState
 from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.kernels.cpu.library import build

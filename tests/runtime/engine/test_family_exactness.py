@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import cpu
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.loading.portable import decline_model, differing_parts
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.models.config import KvDtype

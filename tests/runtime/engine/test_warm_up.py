@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine import warm_up
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass

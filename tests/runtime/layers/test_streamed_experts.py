@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.layer import Fetch
 from mycli.runtime.kernels.cpu.library import build

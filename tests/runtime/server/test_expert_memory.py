@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS

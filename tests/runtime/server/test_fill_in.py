@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.server.routes.llama_cpp import LineReader

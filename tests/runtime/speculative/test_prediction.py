@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -15,7 +16,6 @@ from mycli.runtime.diagnostics import speculation_check
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.errors import UsageError

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest

@@ -50,6 +50,7 @@ struct Rotation {  // a kind of rotation: cosines and sines [rows, half] of a pa
 };
 struct PassRows {  // see Attention
     const int32_t *starts, *lengths, *table;
+    const int32_t* window_table;  // of layers with a sliding window
     const int32_t* slots;   // [sequences]: slot of the states of recurrent layers
     const uint8_t* drafts;  // [sequences]: the pass has draft tokens of the sequence, so its states must not change yet
     const Rotation* rotations;  // one for each kind of rotary embedding that the layers use
@@ -63,6 +64,8 @@ struct LayerCache {  // the keys and values of one attention layer, and the inde
     void *key_scales, *value_scales;  // see Attention, as the strides
     int64_t blocks, block_size, block_stride, head_stride;
     int64_t cache_type, rotation;  // rotation: negative for none
+    int64_t windowed;  // it has the blocks of PassRows::window_table
+    const int32_t* table(const PassRows& pass) const { return windowed ? pass.window_table : pass.table; }
 };
 
 // Writes for each row the row of the rotation tables that holds its position.
@@ -181,7 +184,7 @@ struct AttentionRun {
         if (part.gated) split_gates(projected, scratch);
         uint16_t* attended = scratch.take(rows * queries);
         Attention a{nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, part.sinks, attended, pass.starts,
-                    pass.lengths, pass.table, pass.sequences, pass.table_width, cache.blocks, cache.block_size, cache.block_stride,
+                    pass.lengths, cache.table(pass), pass.sequences, pass.table_width, cache.blocks, cache.block_size, cache.block_stride,
                     cache.head_stride, part.kv_heads, part.heads / part.kv_heads, part.head_dim, part.window, part.scale,
                     part.softcap, BF16, int32_t(cache.cache_type), BF16, int32_t(part.portable)};
         if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;

@@ -9,11 +9,12 @@ import torch
 from torch.nn import functional
 
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.activation_measurement import MEASURED_TOKENS
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined
 from mycli.runtime.hub.activation_record import record_kl, recorded_kl
 from mycli.runtime.hub.store import state_dir

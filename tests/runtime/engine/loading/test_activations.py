@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.disk_prefix_cache import identity
 from mycli.runtime.engine.loading.activations import activation_choice
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined
 from mycli.runtime.hub.store import RECORD
 from mycli.runtime.kernels.cpu.library.build import Native, native

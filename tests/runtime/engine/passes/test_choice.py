@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from mycli.cli.reasons import REASONS, pass_rows, passes_json
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.pass_choices import PassChoice, pass_choices
 from mycli.runtime.engine.passes import COMPILERS, Compiler, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes, cpu
 from mycli.runtime.engine.passes.base import Pass, PassInput, TokenSteps
 from mycli.runtime.engine.sequence import Request, SequenceOutput

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.replies.completion import generate, stream

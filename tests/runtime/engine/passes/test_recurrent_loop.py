@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.pass_choices import pass_choices
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.captured import CapturedStep
