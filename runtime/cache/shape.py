@@ -7,9 +7,6 @@ from mycli.runtime.models.config import ModelConfig
 SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
 # Blocks are reserved for so many tokens ahead when no other sequence needs them: the longest call of a device makes 8.
 LOOKAHEAD_TOKENS = 8
-# Layers with a window have blocks of their own only if these are at most 3/4 of what every position would need: one
-# sequence without them has a contiguous cache.
-_WORTHWHILE = 3, 4
 
 
 @dataclass(frozen=True)
@@ -44,22 +41,21 @@ class CacheShape:
 def cache_shape(config: ModelConfig, context: int, sequences: int, running: int, chunk: int) -> CacheShape:
     """Return the cache for `sequences` of `context` tokens, shared by up to `running` sequences.
 
-    chunk: prompt tokens in a pass. The cache is contiguous for one sequence, unless layers have a window.
+    chunk: prompt tokens in a pass. The cache is contiguous for one sequence, unless layers have fewer blocks.
     """
     paged = CacheShape.paged(context, context * sequences, SHARED_BLOCK)
-    needed = _window_blocks(config, running, chunk)
-    saved, of = _WORTHWHILE
-    if needed is not None and needed * of <= paged.blocks * saved:
+    needed = window_blocks(config, running, chunk)
+    if needed is not None and needed < paged.blocks:
         return CacheShape(context, paged.blocks, SHARED_BLOCK, needed)
     return CacheShape.contiguous(context, sequences) if max(sequences, running) == 1 else paged
 
 
-def _window_blocks(config: ModelConfig, running: int, chunk: int) -> int | None:
+def window_blocks(config: ModelConfig, running: int, chunk: int, block_size: int = SHARED_BLOCK) -> int | None:
     """Return the blocks of layers with a window with which no sequence waits for one; None without such layers."""
     window = config.longest_window
     if window is None or config.has_recurrent:  # a recurrent model resumes at snapshots of its states alone
         return None
     # A sequence holds the blocks of its window and of the tokens ahead, and one that it copies. As many again remember
     # the prefixes of ended sequences. The tokens of one pass are shared by all.
-    each = -(-(window + LOOKAHEAD_TOKENS) // SHARED_BLOCK) + 2
-    return 2 * running * each + -(-chunk // SHARED_BLOCK) + 1
+    each = -(-(window + LOOKAHEAD_TOKENS) // block_size) + 2
+    return 2 * running * each + -(-chunk // block_size) + 1

@@ -87,9 +87,13 @@ def _rank_share(parts: Estimate, plan: MemoryPlan, ranks: int) -> int:
     return (parts.weights + parts.embeddings) // ranks + parts.cache // min(ranks, plan.config.kv_heads)
 
 
-def cache_bytes(plan: MemoryPlan, shape: CacheShape) -> int:
-    """Return the bytes of keys and values of a cache of `shape`, and of recurrent states."""
-    config = plan.config
+def _cache_shape(plan: MemoryPlan) -> CacheShape:
+    return replace(plan, context=cache_positions(plan.context)).cache_shape
+
+
+def cache_bytes(plan: MemoryPlan, shape: CacheShape | None = None) -> int:
+    """Return the bytes of a cache of `shape`, by default the plan's: keys, values and recurrent states."""
+    config, shape = plan.config, shape or _cache_shape(plan)
     tokens = (shape.blocks_of(config.windowed(layer)) * plan.token_bytes(layer) for layer in range(config.layers))
     return shape.block_size * sum(tokens) + all_state_bytes(plan)
 
@@ -220,7 +224,7 @@ def _fixed(plan: MemoryPlan) -> _Fixed:
 
 
 def _whole(plan: MemoryPlan, fixed: _Fixed) -> Estimate:
-    draft, shape = fixed.draft, replace(plan, context=cache_positions(plan.context)).cache_shape
+    draft, shape = fixed.draft, _cache_shape(plan)
     if plan.draft is not None:
         # Its cache has the blocks of the target, and stores every position.
         draft += cache_bytes(replace(plan.draft, context=plan.context, batch=plan.batch), shape.without_windows())

@@ -132,7 +132,7 @@ class StepInput:
             if table is not None:
                 rows = [chunk.blocks_of(windowed)[:used] for chunk in chunks]
                 padded = torch.tensor([[*row, *[0] * (used - len(row))] for row in rows], dtype=torch.int32)
-                table[: len(chunks), :used].copy_(padded, non_blocking=True)
+                table[: len(chunks), :used].copy_(padded.clamp_(min=0), non_blocking=True)
 
 
 def capture_or_launch(capture: Capture, works: Sequence[Launches], report: OnDecline) -> Sequence[Launches]:

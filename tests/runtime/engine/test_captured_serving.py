@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
+from mycli.runtime.cache.shape import CacheShape, window_blocks
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -82,7 +82,7 @@ def replies(
     passes.makes_tokens = False
     engine = Engine(
         ModelRunner(model, passes=passes),
-        CacheShape(192, 7, KEY_BLOCK),
+        CacheShape(192, 7, KEY_BLOCK, window_blocks(model.config, 6, 512) or 0),
         model.config.vocab_size,
         running=6,
         speculator=speculator,
@@ -100,7 +100,10 @@ def replies(
     return tokens, way, engine.stats.preemptions if speculator is None else accepted
 
 
-@pytest.mark.parametrize("case", ["qwen3_5-delta", "kimi_linear-8top3", "falcon_h1-multipliers", "deepseek_v2-yarn"])
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3_5-delta", "kimi_linear-8top3", "falcon_h1-multipliers", "deepseek_v2-yarn", "gemma3-window7-tied"],
+)
 def test_replies_of_a_busy_server_are_the_plain_ones(case: str, tmp_path: Path) -> None:
     need_native_code()
     model_type, changes = CASES[case]
@@ -119,6 +122,7 @@ def test_replies_of_a_busy_server_are_the_plain_ones(case: str, tmp_path: Path) 
         ("qwen3_5-delta", "draft"),
         ("kimi_linear-8top3", "oracle"),
         ("qwen3_5-delta", "mtp"),
+        ("cohere2-window7-tied", "oracle"),
         pytest.param("falcon_h1-multipliers", "draft", marks=pytest.mark.slow),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
+from mycli.runtime.cache.shape import CacheShape, window_blocks
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
@@ -44,6 +44,9 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "diffllama-gqa4:2": {},
     "smallthinker-layouts-softmax-tied": {"head_dim": 32, "intermediate_size": 64, "num_local_experts": 32},
     "doge-gqa4:2-window7-tied-biases": {"head_dim": 32},
+    "gpt_oss-window7-gqa4:2": {"num_local_experts": 32},
+    "gemma3-window7-tied": {},
+    "llama4-chunk16-4top1": {"num_local_experts": 32},
 }
 BF16: tuple[KvDtype, ...] = ("auto", "int8", "int4")
 # With experts in unpacked fp32 as well, Kimi Delta Attention does not have this promise yet.
@@ -54,11 +57,16 @@ GRID = [
 ]
 Replies = list[tuple[list[int], list[int]]]  # tokens, and hashes of the logits that each was drawn from
 # Kimi Delta Attention, latent attention with gates, and experts in groups.
-QUICK = [("bailing_hybrid-8top3", torch.bfloat16, "int8")]
+# And layers with a sliding window, which have cache blocks of their own.
+QUICK = [("bailing_hybrid-8top3", torch.bfloat16, "int8"), ("gemma3-window7-tied", torch.bfloat16, "int4")]
 
 
 def drawing(runner: Recorded, shape: CacheShape, running: int, chunk: int, speculator: Scripted | None) -> Drawing:
     return Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=chunk, speculator=speculator)
+
+
+def windows(runner: Recorded, running: int, chunk: int) -> int:
+    return window_blocks(runner.config, running, chunk, 8) or 0
 
 
 def each_alone(
@@ -69,14 +77,14 @@ def each_alone(
 
 
 def preempted(runner: Recorded, asked: Sequence[Request], chunk: int, speculator: Scripted | None = None) -> Replies:
-    engine = drawing(runner, CacheShape(CONTEXT, 12, 8), 6, chunk, speculator)
+    engine = drawing(runner, CacheShape(CONTEXT, 12, 8, windows(runner, 6, chunk)), 6, chunk, speculator)
     found = with_logits(engine, asked)
     assert engine.stats.preemptions > 0
     return found
 
 
 def check_after_hits(runner: Recorded, asked: Sequence[Request], texts: Replies, chunk: int) -> None:
-    engine = drawing(runner, CacheShape(CONTEXT, 36, 8), 2, chunk, None)
+    engine = drawing(runner, CacheShape(CONTEXT, 36, 8, windows(runner, 2, chunk)), 2, chunk, None)
     for one, (tokens, bits) in zip(asked, texts, strict=True):
         assert with_logits(engine, [one]) == [(tokens, bits)]
         before = engine.stats.prefix_hits

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.prefix_store import PrefixStore
-from mycli.runtime.cache.shape import CacheShape
+from mycli.runtime.cache.shape import CacheShape, window_blocks
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.disk_prefix_cache import identity
@@ -47,12 +47,15 @@ HEADS = ("qwen3_5-delta", "qwen3_next-8top3")  # cases that are made with an MTP
 NAMES = tuple(name for name in CASES if "dynamic" not in name)
 GRID = [(name, seed) for name in NAMES for seed in range(2)]
 GRID += [(name, seed) for name in HEADS for seed in range(2, 8)]
+WINDOWED = ("gemma3-window7-tied", "gpt_oss-window7-gqa4:2", "llama4-chunk16-4top1", "mistral-window7")
+GRID += [(name, seed) for name in WINDOWED for seed in range(2, 12)]
 QUICK = [
     ("gemma3n-sparse-shared-kv", 1),
     ("deepseek_v2-yarn", 1),
     ("qwen3_5-delta", 3),
     ("qwen3_5-delta", 5),
     ("falcon_h1-multipliers", 0),
+    *((name, 2) for name in WINDOWED),
 ]
 
 
@@ -252,20 +255,23 @@ def test_no_combination_of_features_changes_a_reply(case: str, seed: int, root: 
     widest = max(1 if request.beams is None else request.beams.width for request, _ in asked)
     blocks = widest * -(-(CONTEXT + 1) // size) + chance.choice((0, 1, 20))
     shape, running = CacheShape(CONTEXT, blocks, size), min(chance.choice((3, 4, 6)), blocks)
+    running, chunk = max(running, widest), chance.choice((2, 5, 16, 64))
+    if (windows := window_blocks(opened.config, running, chunk, size)) is not None and chance.random() < 0.7:
+        shape = replace(shape, window_blocks=windows)
     texts = [
         [*request.prompt, *reply.tokens]
         for (request, _), replies in zip(asked, expected, strict=True)
         for reply in replies
     ]
     store = None
-    if chance.random() < 0.3:
+    if chance.random() < 0.3 and not shape.window_blocks:
         store = PrefixStore(tmp_path / "store", identity(opened, runner, CONTEXT), 1 << 24, pytest.fail)
     engine = Engine(
         runner,
         shape,
         VOCAB,
-        running=max(running, widest),
-        chunk=chance.choice((2, 5, 16, 64)),
+        running=running,
+        chunk=chunk,
         speculator=speculator(chance, runner, path, shape, texts),
         store=store,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.cache.window_pool import NONE
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import COMPILERS, Compiler, Passes, compile_passes
@@ -77,28 +78,34 @@ SLOTS = (2, 0, 3)  # of recurrent states
 
 def passes_of(runner: ModelRunner, kind: KvDtype) -> tuple[list[Tensor], list[Tensor]]:
     """Return the logits of decode steps, of verified drafts and of prompts, and the cache contents afterwards."""
-    cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype), slots=4)
+    windows = 8 if runner.config.longest_window is not None else 0
+    cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype), 4, windows)
     runner.rope(2 * KEY_BLOCK)
+
+    def chunk(tokens: list[int], start: int, blocks: tuple[int, ...], logits: int, slot: int) -> Chunk:
+        own = [NONE if start > (index + 2) * KEY_BLOCK - 30 else 7 - block for index, block in enumerate(blocks)]
+        return Chunk(tokens, start, blocks, logits, slot, window_blocks=tuple(own) if windows else None)
+
     generator, vocab = torch.Generator().manual_seed(1), runner.config.vocab_size
     texts = [torch.randint(3, vocab, (length + 40,), generator=generator).tolist() for length in LENGTHS]
     for slot, (text, length, blocks) in enumerate(zip(texts, LENGTHS, TABLES, strict=True)):
-        runner.run([Chunk(text[:length], 0, blocks, 0, SLOTS[slot])], cache)
+        runner.run([chunk(text[:length], 0, blocks, 0, SLOTS[slot])], cache)
     found, done = [], 0
     for new, sequences in ((1, 3), (1, 3), (3, 3), (1, 2), (3, 1), (1, 3)):
         chunks = []
         for text, length, blocks, slot in list(zip(texts, LENGTHS, TABLES, SLOTS, strict=True))[:sequences]:
             start = length + done
-            chunks.append(Chunk(text[start : start + new], start, blocks, new, slot))
+            chunks.append(chunk(text[start : start + new], start, blocks, new, slot))
         found.append(runner.run(chunks, cache).clone())
         done += new
     for counts, every in (((20,), False), ((11,), True), ((1, 2), False), ((2, 1, 3), True)):  # padded to 32, 16, 8, 4
         chunks = []
         for text, length, blocks, slot, count in zip(texts, LENGTHS, TABLES, SLOTS, counts, strict=False):
             start = length + done
-            chunks.append(Chunk(text[start : start + count], start, blocks, count if every else 1, slot))
+            chunks.append(chunk(text[start : start + count], start, blocks, count if every else 1, slot))
         found.append(runner.run(chunks, cache).clone())
         done += 0 if counts == (20,) else max(counts)
-    found.append(runner.run([Chunk(texts[0][:9], 0, TABLES[0], 1, SLOTS[0])], cache).clone())  # a new sequence
+    found.append(runner.run([chunk(texts[0][:9], 0, TABLES[0], 1, SLOTS[0])], cache).clone())  # a new sequence
     parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
     held = [tensor for part in parts for tensor in (part.data, part.scales) if tensor is not None]
     recurrent = [spec.index for spec in runner.config.layer_specs if spec.recurrent is not None]

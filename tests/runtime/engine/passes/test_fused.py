@@ -68,14 +68,19 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     kind = torch.int8 if case.int8 else PACKED if case.int4 else torch.float16
     block = min(case.block, CAPACITY) if CAPACITY % case.block == 0 else CAPACITY
     pages, size = CAPACITY // block, case.sequences
-    caches = [KVCache(config, size * pages, block, plain.device, kind) for _ in range(2)]
+    windows = 0 if config.longest_window is None else size * pages + 1
+    caches = [KVCache(config, size * pages, block, plain.device, kind, window_blocks=windows) for _ in range(2)]
     tables_of = [list(reversed(range(place, size * pages, size))) for place in range(size)]  # blocks in shuffled order
+    windows_of = [tuple(place + 1 for place in table[::-1]) if windows else None for table in tables_of]
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
 
     hidden = list[torch.Tensor]()
 
     def run(cache: KVCache, start: int, rows: torch.Tensor, logits: int) -> torch.Tensor:
-        chunks = [Chunk(row, start, tuple(tables_of[place]), logits) for place, row in enumerate(rows.tolist())]
+        chunks = [
+            Chunk(row, start, tuple(tables_of[place]), logits, window_blocks=windows_of[place])
+            for place, row in enumerate(rows.tolist())
+        ]
         found: torch.Tensor = plain(Batch.of(chunks, block, plain.device), rope, cache, hidden.append)
         return found
 
@@ -87,8 +92,11 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     padded = padded_sequences(case.sequences)
     assert isinstance(step, FusedStep) and padded is not None and step.takes(padded, case.new + case.padding)
     rows = case.new + case.padding
-    inputs = StepInput.zeros(padded, rows, pages, plain.device, case.padding > 0, hidden=True)
-    last_chunks = [Chunk(row, PREFIX, tuple(tables_of[place]), 1) for place, row in enumerate(new.tolist())]
+    inputs = StepInput.zeros(padded, rows, pages, plain.device, case.padding > 0, hidden=True, windowed=windows > 0)
+    last_chunks = [
+        Chunk(row, PREFIX, tuple(tables_of[place]), 1, window_blocks=windows_of[place])
+        for place, row in enumerate(new.tolist())
+    ]
     inputs.fill(last_chunks)
     counts: Counter[str] = Counter()
     launch = triton.runtime.interpreter.GridExecutor.__call__
