@@ -132,6 +132,20 @@ def estimate_json(subject: EstimateSubject, ranks: int | None) -> dict[str, Any]
     return answer
 
 
+def _cache_content(plan: MemoryPlan) -> str:
+    config, shape = plan.config, plan.cache_shape
+    windowed = {layer for layer in range(config.layers) if shape.window_blocks and config.windowed(layer)}
+    # Not from the bytes of the cache: those are of whole blocks, many times as much for a short context.
+    per_token = sum(plan.token_bytes(layer) for layer in range(config.layers) if layer not in windowed) / 1024
+    content = f"{plan.context} tokens x {plan.batch}, {per_token:.1f} KiB per token"
+    if windowed:
+        nbytes = sum(map(plan.token_bytes, windowed)) * shape.window_blocks * shape.block_size
+        layers = "layer" if len(windowed) == 1 else "layers"
+        content += f"; {human_bytes(nbytes)} for {len(windowed)} {layers} with a window of {config.longest_window}"
+    states = memory.all_state_bytes(plan)
+    return f"{content}; {human_bytes(states)} recurrent states" if states else content
+
+
 def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the card for `estimate_json`'s `answer`."""
     plan, target, config, nbytes = subject.plan, subject.target, subject.plan.config, answer["bytes"]
@@ -139,15 +153,10 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
     verdict = f"fits, {human_bytes(spare)} to spare" if spare >= 0 else f"does not fit: {human_bytes(-spare)} too much"
     limit = ", the model's limit" if answer["longest_context"] == config.max_context else ""
     space = answer["workspace_bytes"]
-    states = memory.all_state_bytes(plan)
-    # Not from the bytes of the cache: those are of whole blocks, many times as much for a short context.
-    per_token = sum(map(plan.token_bytes, range(config.layers))) / 1024
-    recurrent = f"; {human_bytes(states)} recurrent states" if states else ""
     kind = "an 8-bit" if plan.prompt_copy == "fp8" else "a 16-bit"
     copies = human_bytes(prompt_copy_bytes(plan))
     copied = "" if plan.prompt_copy == "none" else f"; {copies} for {kind} copy"
     tied = "tied" if config.tie_embeddings else ""
-    cache = f"{plan.context} tokens x {plan.batch}, {per_token:.1f} KiB per token{recurrent}"
     passes = f"activations {human_bytes(space['activations'])}, dequantization {human_bytes(space['dequantization'])}"
     rows = [("weights", f"{human_bytes(nbytes['weights'])}  ({config.layers} layers, {answer['scheme']}{copied})")]
     if subject.disk is not None:
@@ -159,7 +168,7 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
         rows.append(("adapter", f"{human_bytes(held)}  ({place}: {size})"))
     rows += [
         ("embeddings and head", f"{human_bytes(nbytes['embeddings_and_head'])}  ({tied or answer['head']})"),
-        ("KV cache", f"{human_bytes(nbytes['cache'])}  ({cache})"),
+        ("KV cache", f"{human_bytes(nbytes['cache'])}  ({_cache_content(plan)})"),
     ]
     if plan.draft is not None:
         rows.append(("draft", human_bytes(nbytes["draft"])))

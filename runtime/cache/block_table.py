@@ -87,7 +87,7 @@ class BlockTable:
 
     def reserve(self, end: int) -> bool:
         """Make positions `length` .. `end` writable; False if blocks run out, those reserved so far stay reserved."""
-        pool, size = self._pool, self._pool.block_size
+        size = self._pool.block_size
         first = self.length // size
         if first < len(self.blocks) and not self._make_writable(first):
             return False

@@ -28,6 +28,7 @@ class EngineConfig:
     context: int | None = None  # tokens per sequence; None: the model's own, at most 8192, or what fits
     sequences: int = 1  # sequences of full length that the cache holds
     running: int | None = None  # sequences that share this cache; None: `sequences`
+    whole_windows: bool = False  # layers with a sliding window store every position, so any prefix can be reused
     draft: str | None = None  # the name of a draft model, `NGRAM`, `MTP`, or None
     prompt_copy: PromptCopy = "none"  # also store packed weights so, for prompts on a GPU
     allow_nonfinite: bool = False  # load weights that are NaN or infinite

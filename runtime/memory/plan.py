@@ -27,7 +27,7 @@ class MemoryPlan:
     kv: KvDtype = "auto"
     prompt_copy: PromptCopy = "none"  # how packed weights of the blocks are also stored
     running: int | None = None  # sequences that share the cache; None: `batch`
-    prefixes_on_disk: bool = False  # from which any prefix is restored, with what layers with a window stored of it
+    whole_windows: bool = False  # layers with a sliding window store every position
     adapter_values: int = 0  # of an adapter that is computed next to packed weights
     expert_slots: int | None = None  # experts per layer in memory, the rest are read from disk on demand; None: all
 
@@ -51,7 +51,7 @@ class MemoryPlan:
     @property
     def cache_shape(self) -> CacheShape:
         shape = cache_shape(self.config, self.context, self.batch, self.running or self.batch, self.chunk)
-        return shape.without_windows() if self.prefixes_on_disk else shape
+        return shape.without_windows() if self.whole_windows else shape
 
     @property
     def rows(self) -> int:

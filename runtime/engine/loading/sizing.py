@@ -41,7 +41,7 @@ def requested_plan(
         prompt_copy="none" if unpacked else engine.prompt_copy,
         running=engine.running,
         adapter_values=folder.unmerged_values,
-        prefixes_on_disk=engine.prefix_folder is not None,
+        whole_windows=engine.whole_windows or engine.prefix_folder is not None,  # files have all positions
     )
 
 

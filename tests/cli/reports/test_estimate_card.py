@@ -18,6 +18,7 @@ from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB
 from tests.support.packed_mixture import FIELDS
 from tests.support.paths import PICO
+from tests.support.published import PUBLISHED
 
 
 def test_the_parts_of_the_workspace_are_its_total() -> None:
@@ -70,6 +71,19 @@ def test_the_cache_of_a_token_does_not_depend_on_the_context() -> None:
         subject = EstimateSubject("pico", folder, plan, Target("cpu", "CPU", False, GIB), PackingScheme())
         cache = dict(estimate_rows(subject, estimate_json(subject, None)))["KV cache"]
         assert cache.endswith(f"({context} tokens x {batch}, 3.0 KiB per token)")
+
+
+def test_the_cache_of_layers_with_a_window_is_of_fixed_size(tmp_path: Path) -> None:
+    """Five layers of six hold 47 blocks of 64 tokens, whatever the context."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gemma-3-4b"]["config"]))
+    folder = open_model_folder(tmp_path)
+    for context, batch, content in (
+        (32768, 1, "32768 tokens x 1, 20.0 KiB per token; 341 MiB for 29 layers with a window of 1024"),
+        (2048, 1, "2048 tokens x 1, 136.0 KiB per token"),
+    ):
+        plan = MemoryPlan(folder.config, context=context, batch=batch)
+        subject = EstimateSubject("gemma", folder, plan, Target("cpu", "CPU", False, GIB), PackingScheme())
+        assert content in dict(estimate_rows(subject, estimate_json(subject, None)))["KV cache"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from mycli.runtime.cache.shape import SHARED_BLOCK
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.estimate import cache_bytes, state_bytes
 from mycli.runtime.memory.plan import CACHE_BLOCK
@@ -195,7 +196,7 @@ def _beside(config: ModelConfig) -> int:
 )
 def test_the_states_of_sequences(name: str, state: int) -> None:
     """The states are fp32 and independent of the context; two per sequence plus one, read and written once per step."""
-    short, long = (plan(name, context=context) for context in (CACHE_BLOCK, 10 * CACHE_BLOCK))
+    short, long = (plan(name, context=context) for context in (SHARED_BLOCK, 10 * SHARED_BLOCK))
     assert state_bytes(short.config) == 4 * state
     for sequences in (1, 4):
         grown = [cache_bytes(replace(one, running=sequences)) for one in (short, long)]
