@@ -21,9 +21,9 @@ from mycli.runtime.utils.memory import gc_freeze, gc_paused
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.cache.prefix_store import PrefixStore
-    from mycli.runtime.cache.shape import CacheShape
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.engine.loading.loader import LoadedModel
+    from mycli.runtime.memory.cache_shape import CacheShape
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.speculative.proposers import Proposer
     from mycli.runtime.speculative.speculator import ProposerSpeculator

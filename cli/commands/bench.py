@@ -107,8 +107,8 @@ def _check(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial
             message = f"{trial.name} needs {trial.context} tokens of context, {model} supports "
             raise UsageError(f"{message}{folder.config.max_context}", "use a smaller -p, -n or -d")
         # Repetitions reuse the depth again and again, which `run` and `serve` would do for the last ones only.
-        asked = replace(engine, context=trial.context, sequences=trial.sequences, whole_windows=True)
-        plans.append(plan_memory(folder, placement, asked))
+        config = replace(engine, context=trial.context, sequences=trial.sequences, whole_windows=True)
+        plans.append(plan_memory(folder, placement, config))
     partial = (plan for plan in plans if plan.expert_slots is not None)
     fewest = min(partial, key=lambda plan: plan.expert_slots or 0, default=None)
     return _Subject(source, folder, placement, fewest)

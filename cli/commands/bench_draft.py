@@ -69,9 +69,9 @@ def _result(kind: str, result: "SpeculationResult") -> dict[str, Any]:
 def _subject(
     call: Call, model: str, engine: EngineConfig
 ) -> "tuple[SpeculationSubject, Mapping[str, list[list[int]]]]":
-    from mycli.runtime.cache.shape import CacheShape
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
+    from mycli.runtime.memory.cache_shape import CacheShape
     from mycli.runtime.speculative.lookup import PromptLookup
     from mycli.runtime.speculative.mtp import MtpProposer
     from mycli.runtime.speculative.proposers import DraftModel, Proposer

@@ -67,7 +67,7 @@ class WindowPool:
             heapq.heappush(self._free, block)
 
     def remember(self, node: WindowBlock, block: int) -> None:
-        """Give a held block to a node, unless one of them has a partner."""
+        """Give a held block to a node, unless the node has one, or the block a node."""
         if node.block == NONE and block not in self._nodes:
             node.block, self._nodes[block] = block, node
 

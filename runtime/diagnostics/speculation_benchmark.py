@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.engine.stats import SpeculationStats, Timing
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import (

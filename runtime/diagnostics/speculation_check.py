@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.prefix_index import common_prefix_length
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams

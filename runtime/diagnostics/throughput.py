@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
@@ -23,6 +22,7 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.layers.streamed_experts import ExpertReads
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
 

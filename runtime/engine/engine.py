@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.cache.state_pool import StatePool
 from mycli.runtime.cache.window_pool import WindowPool
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -24,6 +23,7 @@ from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, Re
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.errors import UserError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.models.config import ModelConfig

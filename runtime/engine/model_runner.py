@@ -7,13 +7,13 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput, TokenSteps
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.activations import ActivationChoice

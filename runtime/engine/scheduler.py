@@ -19,11 +19,11 @@ from typing import Protocol
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PIECE, StoredPrefix
-from mycli.runtime.cache.shape import LOOKAHEAD_TOKENS
 from mycli.runtime.engine.fairness import FairShares
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.sequence import FinishReason, Request, RequestSequence, Status
 from mycli.runtime.engine.stats import Counts
+from mycli.runtime.memory.cache_shape import LOOKAHEAD_TOKENS
 
 # Scored prompts keep logits for every position (128 x 128,000 x 4 bytes = 64 MB), so a pass has fewer such tokens.
 SCORED_CHUNK_TOKENS = 128

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from mycli.runtime.cache.shape import CacheShape
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, decode_shapes, draft_rows, graph_bytes
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
 from mycli.runtime.memory.weights import (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mycli.runtime.cache.shape import CacheShape, cache_shape
+from mycli.runtime.memory.cache_shape import CacheShape, cache_shape
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing

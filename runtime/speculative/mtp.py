@@ -18,7 +18,6 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.cpu import compile_layers
@@ -31,6 +30,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, run_layers
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.layers.weights import CheckpointWeights
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.speculative.proposers import DraftState, Proposal
 

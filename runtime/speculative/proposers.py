@@ -11,7 +11,6 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
@@ -20,6 +19,7 @@ from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.transformer import HiddenStateHook
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer

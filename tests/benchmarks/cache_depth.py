@@ -17,12 +17,12 @@ import torch
 from mycli.cli.flags.options import parse_count
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import KvDtype
 

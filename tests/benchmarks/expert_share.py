@@ -12,10 +12,10 @@ import statistics
 import time
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.registry import parse_config

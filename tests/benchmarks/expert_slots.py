@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
+from mycli.runtime.memory.cache_shape import CacheShape
 from tests.support.packed_folder import write_packed
 
 SHAPE = {

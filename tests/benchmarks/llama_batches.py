@@ -25,11 +25,11 @@ from typing import get_args
 import torch
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.quantization.activations import Activations
 
 

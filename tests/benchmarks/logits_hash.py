@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 
 KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")

@@ -112,7 +112,7 @@ class ScriptedEngine(Engine):
 
 
 def engine_of(opened: OpenedModel, drafts: bool, context: int) -> ScriptedEngine:
-    from mycli.runtime.cache.shape import CacheShape
+    from mycli.runtime.memory.cache_shape import CacheShape
 
     speculator = None
     if drafts:

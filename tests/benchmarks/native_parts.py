@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.memory.cache_shape import CacheShape
 from tests.support.waiting_threads import wait_as_the_command_does
 
 LENGTH = 128  # tokens already in the cache

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from mycli.quant.recipe import Recipe
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -29,6 +28,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
 from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from mycli.quant.recipe import Recipe
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -35,6 +34,7 @@ from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength, expected_tokens

@@ -12,7 +12,6 @@ from torch import Tensor
 from mycli.quant.rounding.columns import solve_block
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
@@ -23,6 +22,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.replies.completion import stream
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.columns import SHAPES, agree, problem

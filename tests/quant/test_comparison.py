@@ -21,11 +21,11 @@ from mycli.quant.comparison import (
 )
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.open import open_model
 from mycli.runtime.tokenizer.chat_template import Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES

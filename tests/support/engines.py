@@ -8,13 +8,13 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import Node
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request, SequenceOutput, reply_room
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 
 GREEDY = SamplingParams()

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
@@ -15,6 +14,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import cached_prefixes, in_one_block
 from tests.support.graphs import UncomparedPass, recording

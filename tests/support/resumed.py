@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, new_seed
 from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
 from mycli.runtime.sampling.grammars.lark import CallGrammar
 from mycli.runtime.sampling.params import SamplingParams

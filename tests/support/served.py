@@ -18,7 +18,6 @@ from typing import Any
 
 import uvicorn
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
@@ -26,6 +25,7 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.application import application
 from mycli.runtime.server.http.connection import DrainingServer, listen

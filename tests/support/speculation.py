@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy
 from mycli.runtime.speculative.lookup import PromptLookup

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import UserError
@@ -15,6 +14,7 @@ from mycli.runtime.hub.activation_record import record_kl
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.activations import ActivationChoice, choose_by_file
 from mycli.runtime.quantization.low_rank import stored_product

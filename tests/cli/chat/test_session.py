@@ -15,7 +15,6 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.command import Call
 from mycli.cli.output import Output
 from mycli.cli.text.format import compact
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -24,6 +23,7 @@ from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.engine.replies.opened_model import OpenedModel
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message

@@ -11,7 +11,6 @@ import torch
 
 from mycli.cli.commands import spec_verify
 from mycli.cli.main import main, reorder
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import speculation_benchmark
@@ -19,6 +18,7 @@ from mycli.runtime.diagnostics.prompts import prompts
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, measure_speculation, textbook
 from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS, draft_lengths

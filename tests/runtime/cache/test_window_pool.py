@@ -7,8 +7,8 @@ import pytest
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.shape import window_blocks
 from mycli.runtime.cache.window_pool import NONE, WindowBlock, WindowPool
+from mycli.runtime.memory.cache_shape import window_blocks
 from tests.support.published import plan
 
 Cell = tuple[int, ...] | None  # all tokens up to the one whose key a position holds
@@ -130,4 +130,4 @@ def test_a_node_has_one_block() -> None:
 @pytest.mark.parametrize("name, blocks", [("gemma-3-4b", 47), ("gpt-oss-20b", 19), ("Llama-3.1-8B", None)])
 def test_the_blocks_of_one_sequence(name: str, blocks: int | None) -> None:
     """The blocks are those of two windows, of the tokens ahead and of a pass of 512 tokens."""
-    assert window_blocks(plan(name).config, 1, 512) == blocks
+    assert window_blocks(plan(name).config, 1, 1, 512) == blocks

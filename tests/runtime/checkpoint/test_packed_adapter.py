@@ -12,7 +12,6 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.adapter import LowRank
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -24,6 +23,7 @@ from mycli.runtime.engine.passes.captured import decline_capture, decline_waitin
 from mycli.runtime.engine.passes.cpu_parts import native_part
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.quantization.low_rank import LowRankMatmul
 from tests.support.adapters import DOWN, QUERIES, tensors_for, write_adapter

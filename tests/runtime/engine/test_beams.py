@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.beams import BeamSearch, Continuation, beam_room, check_beams
 from mycli.runtime.engine.config import EngineConfig
@@ -15,6 +14,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import BeamOptions, Request
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.lookup import PromptLookup

@@ -13,7 +13,6 @@ from typing import cast
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape, window_blocks
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -27,6 +26,7 @@ from mycli.runtime.engine.speculation import DraftRequest, Speculator
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.cache_shape import CacheShape, window_blocks
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
@@ -82,7 +82,7 @@ def replies(
     passes.makes_tokens = False
     engine = Engine(
         ModelRunner(model, passes=passes),
-        CacheShape(192, 7, KEY_BLOCK, window_blocks(model.config, 6, 512) or 0),
+        CacheShape(192, 7, KEY_BLOCK, window_blocks(model.config, 1, 6, 512) or 0),
         model.config.vocab_size,
         running=6,
         speculator=speculator,

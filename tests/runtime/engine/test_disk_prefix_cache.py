@@ -14,7 +14,6 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_store import PIECE, PrefixStore, StoredPiece, StoredPrefix
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import disk_prefix_cache
@@ -28,6 +27,7 @@ from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, RequestSequence
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.transformer import HiddenStateHook
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_scheduler import VOCAB, World

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mycli.runtime.cache.kv_cache import cache_dtype
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -19,6 +18,7 @@ from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.request_state import RequestState
 from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.grammars.state import ReplyLimits
 from mycli.runtime.sampling.params import SamplingParams

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -26,6 +25,7 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.step_sampler import StepSampler, TokensAhead
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.transformer import HiddenStateHook
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength

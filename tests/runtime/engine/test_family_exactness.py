@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape, window_blocks
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.memory.cache_shape import CacheShape, window_blocks
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_exactness import CONTEXT, Drawing, Recorded, recorded, requests, with_logits
@@ -66,7 +66,7 @@ def drawing(runner: Recorded, shape: CacheShape, running: int, chunk: int, specu
 
 
 def windows(runner: Recorded, running: int, chunk: int) -> int:
-    return window_blocks(runner.config, running, chunk, 8) or 0
+    return window_blocks(runner.config, 1, running, chunk, 8) or 0
 
 
 def each_alone(

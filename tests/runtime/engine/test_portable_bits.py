@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import cpu
@@ -20,6 +19,7 @@ from mycli.runtime.engine.loading.portable import decline_model, differing_parts
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.library import isa
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from tests.support.families import CASES
 from tests.support.grids import chosen

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.prefix_store import PrefixStore
-from mycli.runtime.cache.shape import CacheShape, window_blocks
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.disk_prefix_cache import identity
@@ -25,6 +24,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.speculation import DraftRequest
+from mycli.runtime.memory.cache_shape import CacheShape, window_blocks
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.params import SamplingParams
@@ -256,7 +256,7 @@ def test_no_combination_of_features_changes_a_reply(case: str, seed: int, root: 
     blocks = widest * -(-(CONTEXT + 1) // size) + chance.choice((0, 1, 20))
     shape, running = CacheShape(CONTEXT, blocks, size), min(chance.choice((3, 4, 6)), blocks)
     running, chunk = max(running, widest), chance.choice((2, 5, 16, 64))
-    if (windows := window_blocks(opened.config, running, chunk, size)) is not None and chance.random() < 0.7:
+    if (windows := window_blocks(opened.config, 0, running, chunk, size)) is not None and chance.random() < 0.7:
         shape = replace(shape, window_blocks=windows)
     texts = [
         [*request.prompt, *reply.tokens]

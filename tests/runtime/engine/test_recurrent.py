@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -19,6 +18,7 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from tests.support.engines import contiguous_engine, drain, together, tokens_of

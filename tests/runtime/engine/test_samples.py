@@ -9,7 +9,6 @@ import torch
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -19,6 +18,7 @@ from mycli.runtime.engine.replies.completion import Completion, complete_all, fi
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
 from mycli.runtime.sampling.params import SamplingParams

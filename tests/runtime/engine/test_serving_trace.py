@@ -14,7 +14,6 @@ from torch import Tensor
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.shape import SHARED_BLOCK, CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
@@ -27,6 +26,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.memory.cache_shape import SHARED_BLOCK, CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.graphs import UncomparedPass, recording
 from tests.support.prefix_model import CONFIG, CPU, PrefixModel, random_function

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine import warm_up
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -27,6 +26,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.graphs import TOKEN_BUCKETS
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_serving_trace import Reading

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.checkpoint.restored_weights import joined_linears
@@ -24,6 +23,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ModelError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.memory_names import RENAMES
 from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.models.multimodal_types import TEXT_PARTS

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
@@ -22,6 +21,7 @@ from mycli.runtime.kernels.cpu.layer import Fetch
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.streamed_experts import ExpertReads, StreamedExperts
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.resident import most_experts
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL

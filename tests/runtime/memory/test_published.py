@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mycli.runtime.cache.shape import SHARED_BLOCK
+from mycli.runtime.memory.cache_shape import SHARED_BLOCK
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.estimate import cache_bytes, state_bytes
 from mycli.runtime.memory.plan import CACHE_BLOCK

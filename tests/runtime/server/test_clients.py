@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
 from tests.support.agent_model import CONTEXT, agent_model

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.packed_mixture import write_mixture

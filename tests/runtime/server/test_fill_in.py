@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, SequenceOutput
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.server.routes.llama_cpp import LineReader
 from tests.support.fim_model import with_fim_tokens
 from tests.support.served import Answer, ScriptedEngine, Served, serving

@@ -8,12 +8,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.served import Served
 

@@ -2,9 +2,9 @@
 
 import time
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.memory.cache_shape import CacheShape
 from tests.support.served import serving
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.server.http.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served, serving

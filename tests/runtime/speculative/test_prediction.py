@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -19,6 +18,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.memory.estimate import cache_bytes
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.replies.completion import generate, stream
@@ -18,6 +17,7 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import ModelError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength

@@ -12,7 +12,6 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.speculation_check import PrefixLogits
@@ -21,6 +20,7 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams

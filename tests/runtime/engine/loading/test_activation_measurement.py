@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.activation_measurement import MEASURED_TOKENS
@@ -19,6 +18,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.hub.activation_record import record_kl, recorded_kl
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.kernels.cpu.library.build import native
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.quantization.activations import MAX_MOVED_KL, Activations
 from tests.support import gguf_files
 from tests.support.paths import PICO

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.disk_prefix_cache import identity
@@ -19,6 +18,7 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined
 from mycli.runtime.hub.store import RECORD
 from mycli.runtime.kernels.cpu.library.build import Native, native
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.utils.dtypes import PromptCopy
 from tests.support.packed_folder import write_packed

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mycli.cli.reasons import REASONS, pass_rows, passes_json
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -21,6 +20,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from tests.support.embedding_models import encoder
 from tests.support.engines import together

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes, cpu
 from mycli.runtime.engine.passes.base import Pass, PassInput, TokenSteps
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import Declined
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import DeviceSampling

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import together

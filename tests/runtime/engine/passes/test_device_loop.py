@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
@@ -20,6 +19,7 @@ from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.engines import cached_prefixes, together

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine import warm_up
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.warm_up import warm_up_passes
 from mycli.runtime.errors import Declined
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.graphs import recording
 from tests.support.triton_interpreter import Interpret, interpret

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.pass_choices import pass_choices
@@ -20,6 +19,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.families import CASES, make
 from tests.support.graphs import recording

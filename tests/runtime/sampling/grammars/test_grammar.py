@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.shape import CacheShape
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
@@ -19,6 +18,7 @@ from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.grammars import grammar
 from mycli.runtime.sampling.grammars.grammar import (
     JSON_MODE,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models.config import ModelConfig
 
 SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
-# Blocks are reserved for so many tokens ahead when no other sequence needs them: the longest call of a device makes 8.
+# Blocks are reserved ahead when no other sequence needs them: the longest call of a device makes 8 tokens.
 LOOKAHEAD_TOKENS = 8
 
 
@@ -44,18 +44,20 @@ def cache_shape(config: ModelConfig, context: int, sequences: int, running: int,
     chunk: prompt tokens in a pass. The cache is contiguous for one sequence, unless layers have fewer blocks.
     """
     paged = CacheShape.paged(context, context * sequences, SHARED_BLOCK)
-    needed = window_blocks(config, running, chunk)
+    needed = window_blocks(config, sequences, running, chunk)
     if needed is not None and needed < paged.blocks:
         return CacheShape(context, paged.blocks, SHARED_BLOCK, needed)
     return CacheShape.contiguous(context, sequences) if max(sequences, running) == 1 else paged
 
 
-def window_blocks(config: ModelConfig, running: int, chunk: int, block_size: int = SHARED_BLOCK) -> int | None:
+def window_blocks(
+    config: ModelConfig, sequences: int, running: int, chunk: int, block_size: int = SHARED_BLOCK
+) -> int | None:
     """Return the blocks of layers with a window with which no sequence waits for one; None without such layers."""
     window = config.longest_window
     if window is None or config.has_recurrent:  # a recurrent model resumes at snapshots of its states alone
         return None
-    # A sequence holds the blocks of its window and of the tokens ahead, and one that it copies. As many again remember
-    # the prefixes of ended sequences. The tokens of one pass are shared by all.
-    each = -(-(window + LOOKAHEAD_TOKENS) // block_size) + 2
-    return 2 * running * each + -(-chunk // block_size) + 1
+    # A running sequence holds the blocks of its window and of the tokens ahead, and one that it copies. As many of
+    # `sequences` that ended let their prefixes be reused. The tokens of one pass are shared by all.
+    held = -(-(window + LOOKAHEAD_TOKENS) // block_size) + 2
+    return (running + sequences) * held + -(-chunk // block_size) + 1
