@@ -11,14 +11,10 @@ LOOKAHEAD_TOKENS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """context: longest sequence in tokens; blocks, block_size: of the cache; window_blocks: of layers with a sliding
-    window, 0 if they store every position as others do.
-    """
-
-    context: int
+    context: int  # of the longest sequence, in tokens
     blocks: int
-    block_size: int
-    window_blocks: int = 0
+    block_size: int  # positions
+    window_blocks: int = 0  # of layers with a sliding window; 0 if they store every position, as others do
 
     @classmethod
     def contiguous(cls, context: int, sequences: int = 1) -> "CacheShape":
@@ -30,11 +26,9 @@ class CacheShape:
         return cls(context, -(-tokens // block_size), block_size)
 
     def without_windows(self) -> "CacheShape":
-        """Return the shape in which layers with a window store every position."""
         return replace(self, window_blocks=0)
 
     def blocks_of(self, windowed: bool) -> int:
-        """Return the number of blocks of a layer."""
         return self.window_blocks or self.blocks if windowed else self.blocks
 
 

@@ -92,7 +92,6 @@ def _cache_shape(plan: MemoryPlan) -> CacheShape:
 
 
 def cache_bytes(plan: MemoryPlan, shape: CacheShape | None = None) -> int:
-    """Return the bytes of a cache of `shape`, by default the plan's: keys, values and recurrent states."""
     config, shape = plan.config, shape or _cache_shape(plan)
     tokens = (shape.blocks_of(config.windowed(layer)) * plan.token_bytes(layer) for layer in range(config.layers))
     return shape.block_size * sum(tokens) + all_state_bytes(plan)
