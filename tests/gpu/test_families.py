@@ -10,7 +10,10 @@ transformers = pytest.importorskip("transformers")
 from mycli.runtime.checkpoint.open_folder import open_model_folder  # noqa: E402  (only where transformers is)
 from mycli.runtime.device.placement import Placement  # noqa: E402  (as above)
 from mycli.runtime.engine.loading.loader import load_model  # noqa: E402  (as above)
+from mycli.runtime.engine.engine import Engine  # noqa: E402  (as above)
 from mycli.runtime.errors import Declined  # noqa: E402  (as above)
+from mycli.runtime.kernels.paged import KEY_BLOCK  # noqa: E402  (as above)
+from mycli.runtime.memory.cache_shape import CacheShape, window_blocks  # noqa: E402  (as above)
 from tests.support.engines import contiguous_engine, tokens_of, whole  # noqa: E402  (as above)
 from tests.support.families import CASES, QUICK, make  # noqa: E402  (as above)
 
@@ -44,3 +47,15 @@ def test_a_family_on_cuda_is_that_on_the_cpu(case: str, tmp_path: Path) -> None:
     half = load_model(folder, Placement(torch.device("cuda"), torch.bfloat16), warn=told.append)
     assert len(tokens_of(contiguous_engine(half, 64), PROMPT, 24)) == 24
     assert not [one for one in told if isinstance(one, Declined) and one.code in WRONG], told
+
+
+@pytest.mark.parametrize("case", ["gemma3-window7-tied", "gpt_oss-window7-gqa4:2", "mistral-window7"])
+def test_blocks_of_a_window_do_not_change_a_reply(case: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[case]
+    make(tmp_path, model_type, {**changes, "max_position_embeddings": 256})
+    runner = load_model(open_model_folder(tmp_path), Placement(torch.device("cuda"), torch.bfloat16))
+    replies = []
+    for windows in (0, window_blocks(runner.config, 1, 1, 64) or 0):
+        shape = CacheShape(192, 3, KEY_BLOCK, windows)
+        replies.append(tokens_of(Engine(runner, shape, runner.config.vocab_size, running=1, chunk=64), PROMPT, 150))
+    assert replies[0] == replies[1]
