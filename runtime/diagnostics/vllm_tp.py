@@ -28,10 +28,10 @@ class Obstacle:
 
 def _head_problems(config: ModelConfig, ranks: int) -> list[Obstacle]:
     result = []
-    if config.heads % ranks:
+    if config.attentions and config.heads % ranks:
         result.append(Obstacle("num_attention_heads", f"{config.heads} heads cannot be divided by {ranks}"))
     # With more ranks than KV heads each head is copied to the same number of ranks.
-    if config.kv_heads % ranks and ranks % config.kv_heads:
+    if config.attentions and config.kv_heads % ranks and ranks % config.kv_heads:
         result.append(Obstacle("num_key_value_heads", f"{config.kv_heads} KV heads cannot be divided among {ranks}"))
     return result
 

@@ -54,8 +54,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """vocab_size: ids that may be sampled; running: sequences at the same time, None for one for each block; chunk:
-        prompt tokens in a pass; store: the disk prefix cache.
+        prompt tokens in a pass; store: the disk prefix cache, whose files have every position of every layer. Raises
+        ValueError with a store for a shape in which layers with a window have not.
         """
+        if store is not None and shape.window_blocks:
+            raise ValueError("the disk prefix cache needs every position of layers with a window")
         self.runner, self.shape, self.speculator = runner, shape, speculator
         running = running or shape.blocks
         slots = state_slots(runner.config, running)

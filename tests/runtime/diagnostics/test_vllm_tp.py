@@ -47,6 +47,11 @@ def test_heads_must_be_shared_evenly() -> None:
     assert obstacles(replace(config, heads=16, kv_heads=2), {}, 4) == []  # each kv head on two ranks
 
 
+def test_a_model_without_attention_has_no_heads_to_divide() -> None:
+    config = published("mamba-130m")
+    assert obstacles(config, {}, 2) == []
+
+
 def test_fused_linears_share_a_scheme() -> None:
     config = published("Llama-3.1-8B")
     packings = PackingScheme(Packing(4, 128)).packings(config)

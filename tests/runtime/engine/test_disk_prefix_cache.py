@@ -362,3 +362,9 @@ def test_whatever_is_brought_back_a_pass_reads_what_its_own_text_wrote(
         preempted += world.scheduler.counts.preemptions
         assert world.scheduler.counts.hits <= world.scheduler.counts.queries
     assert restored > 300 and refused > 10 and preempted > 0
+
+
+def test_files_need_every_position_of_layers_with_a_window(tmp_path: Path) -> None:
+    shape = CacheShape(CONTEXT, 12, 8, window_blocks=6)
+    with pytest.raises(ValueError, match="every position"):
+        engine(watched(torch.float32, "auto"), shape, tmp_path)
