@@ -34,6 +34,7 @@ from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.proposers import Proposer, load_draft
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.grammars import matches
 from tests.support.paths import DRAFT, PICO, ROOT
 
 SHARED = ROOT.parent / "shared" / "data" / "tokenizers"
@@ -277,16 +278,6 @@ def test_expressions_that_explode_elsewhere_take_their_steps(pico: Tokenizer, pa
         assert text
 
 
-def matches(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
-    state = grammar.start()
-    try:
-        for token in tokenizer.encode(text, add_special=False):
-            state.accept(token)
-    except UsageError:
-        return False
-    return state.complete
-
-
 @pytest.mark.parametrize(
     ("source", "text", "other"),
     [
@@ -310,6 +301,13 @@ def test_gbnf_is_read_as_llama_cpp_reads_it(pico: Tokenizer, source: str, text: 
     assert matches(grammar, pico, text) and not matches(grammar, pico, other)
 
 
+@pytest.mark.parametrize("character", [r"\ud800", r"\udfff"])
+def test_half_a_character_in_gbnf_is_refused(pico: Tokenizer, character: str) -> None:
+    grammar = GrammarCompiler(pico, frozenset(pico.eos)).gbnf(f"root ::= [{character}]")
+    with pytest.raises(UsageError, match="grammar: hexadecimal literal is not a Unicode scalar value"):
+        grammar.compile()
+
+
 @pytest.mark.parametrize(
     ("pattern", "text", "other"),
     [
@@ -324,6 +322,7 @@ def test_gbnf_is_read_as_llama_cpp_reads_it(pico: Tokenizer, source: str, text: 
         (r"[[:alpha:]_]", "_", "["),
         (r"\\1[(?=]", r"\1=", "1="),
         ("a[^]", "a\n", "a"),
+        ("a[^]b", "a\nb", "a\n"),
         (r"[-^][^-^][]a-]", "-a]", "-^a"),
         (r'[^"]{2}', "a\\", 'a"'),
         (r"[^\\]{2}", 'a"', "a\\"),

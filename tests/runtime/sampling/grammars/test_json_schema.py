@@ -98,6 +98,7 @@ def test_f9_formats_and_patterns_that_are_not_regular(entry: dict[str, str]) -> 
 def test_types_and_lengths_of_other_dialects(written: dict[str, Any], read: tuple[Any, ...]) -> None:
     prepared = prepare(written, strict=True, closed=True)
     assert (prepared.schema["type"], prepared.schema["items"], prepared.schema["minItems"]) == read
+    assert not prepared.fault
 
 
 @pytest.mark.parametrize(

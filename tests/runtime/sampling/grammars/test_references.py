@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from mycli.runtime.sampling.grammars.references import relocated
+import pytest
+
+from mycli.runtime.sampling.grammars.references import References, relocated
 
 
 def test_references_to_the_schema_itself_follow_it() -> None:
@@ -22,3 +24,10 @@ def test_references_to_the_schema_itself_follow_it() -> None:
             "b": {"not": {"$ref": "#/properties/arguments/$defs/a"}},
         },
     }
+
+
+@pytest.mark.parametrize("reference", ["http://a/c#base", "http://a/c#/$defs/x", "c#base"])
+def test_a_reference_to_another_document_has_no_target(reference: str) -> None:
+    schema = {"$id": "http://a/b", "$defs": {"x": {"$anchor": "base"}}}
+    assert References(schema).find(reference) is None
+    assert References({"$defs": schema["$defs"]}).find(reference) is None
