@@ -170,12 +170,14 @@ class GrammarCompiler:
         mark = calls[0].before.strip()
         if mark in self._control:
             choices, bodies, schemas = self._calls(calls)
-            rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
+            rules = f"start: (FIRST | call MORE?) (call MORE?)*\ncall: {choices}\n"
         else:
             # A mark that is not a control token is ordinary text, so the text before a call is matched up to the mark.
             rest = [replace(call, before=call.before.removeprefix(mark)) for call in calls]
             choices, bodies, schemas = self._calls(rest)
-            rules = f"start: FIRST | (marked ({choices}))+ MORE?\nmarked[suffix={json.dumps(mark)}]: /(.|\\n)*/\n"
+            rules = f"start: FIRST | before ({choices}) (marked ({choices}))* MORE?\n"
+            for name, restriction in (("before", self._rules.outside(prelude)), ("marked", "")):
+                rules += f"{name}[suffix={json.dumps(mark)}]: /(.|\\n)*/{restriction}\n"
         rules += self._rules.texts(prelude, mark)
         text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
         return self._compile(text, _CALLS, prelude, schemas, free=True)

@@ -63,15 +63,18 @@ class LarkRules:
 
     def texts(self, prelude: Prelude | None, mark: str = "") -> str:
         """Return the terminals FIRST, text at the beginning of an answer, and MORE, later text, both without `mark`."""
-        # An opening tag that is not a control token could also be parsed as the beginning of the text, so FIRST
-        # excludes it.
-        first, more = "/[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/", "/(.|\\n)+/"
-        if prelude is not None and self.plain(prelude.open):
-            first += f" & ~(/[ \\t\\r\\n]*/ {json.dumps(prelude.open)} /(.|\\n)*/)"
+        first, more = f"/[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/{self.outside(prelude)}", "/(.|\\n)+/"
         if mark and mark not in self.control:
             without = f" & ~(/(.|\\n)*/ {json.dumps(mark)} /(.|\\n)*/)"
             first, more = first + without, more + without
         return f"FIRST: {first}\nMORE: {more}"
+
+    def outside(self, prelude: Prelude | None) -> str:
+        """Return what restricts an expression to text that does not begin with the opening tag of reasoning."""
+        # An opening tag that is not a control token could also be parsed as the beginning of the text.
+        if prelude is None or not self.plain(prelude.open):
+            return ""
+        return f" & ~(/[ \\t\\r\\n]*/ {json.dumps(prelude.open)} /(.|\\n)*/)"
 
     def after(self, prelude: Prelude | None, source: str) -> str:
         """Return `source` preceded by reasoning; unchanged without a prelude."""
