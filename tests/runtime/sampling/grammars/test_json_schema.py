@@ -170,6 +170,9 @@ def test_f10_an_object_with_named_properties_is_closed() -> None:
     assert closed(NAMES) == {**NAMES, "additionalProperties": False}
     nested = closed({"type": "array", "items": NAMES})
     assert nested["items"]["additionalProperties"] is False
+    assert closed({"anyOf": [NAMES, {"type": "string"}]})["anyOf"][0]["additionalProperties"] is False
+    for part in ({"properties": {"a": {}}}, {"type": "object", "required": ["a"]}):
+        assert closed(part)["additionalProperties"] is False
     required = closed({**NAMES, "required": ["name", "id"]})
     assert required["properties"]["id"] is True and required["additionalProperties"] is False
 
@@ -178,11 +181,12 @@ def test_f10_an_object_with_named_properties_is_closed() -> None:
     "schema",
     [
         {"type": "object"},
+        {"required": ["name"]},
         {**NAMES, "additionalProperties": True},
         {**NAMES, "additionalProperties": {"type": "string"}},
         {**NAMES, "patternProperties": {"^x": {}}},
     ],
-    ids=["no names", "true", "schema", "patterns"],
+    ids=["no names", "required alone", "true", "schema", "patterns"],
 )
 def test_f10_what_is_said_of_other_properties_stays(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
@@ -216,8 +220,10 @@ def test_parts_found_by_any_reference_are_closed_together(reference: str) -> Non
     ids=["any value", "object", "object or null", "null"],
 )
 def test_an_alternative_that_may_be_any_object_leaves_its_object_open(part: dict[str, Any], is_closed: bool) -> None:
-    schema = closed({"type": "object", "properties": {"id": {}}, "anyOf": [NAMES, part]})
-    assert ("additionalProperties" in schema) == is_closed
+    for kind in ({"type": "object"}, {}):
+        schema = closed({**kind, "properties": {"id": {}}, "anyOf": [NAMES, part]})
+        assert ("additionalProperties" in schema) == is_closed
+        assert "additionalProperties" not in schema["anyOf"][0]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +233,8 @@ def test_an_alternative_that_may_be_any_object_leaves_its_object_open(part: dict
         ({"enum": ["a", "b"]}, 1),
         ({"type": "object", "properties": {"a": {"const": 1}, "b": NAMES}}, 3),
         ({"type": "object", "properties": {"a": {"type": "array"}}}, None),
+        ({"type": "object"}, None),
+        ({"type": "array", "properties": {"a": {"const": 1}}}, None),
         ({**NAMES, "additionalProperties": True}, None),
         ({**NAMES, "allOf": [{"required": ["more"]}]}, None),
         ({"type": "string", "$ref": "#/$defs/a"}, None),
@@ -268,7 +276,8 @@ def test_dialects_the_compiler_does_not_know(dialect: str, known: str | None) ->
 
 def test_not_anything_is_false() -> None:
     """Regression: zod's never() and undefined() made the whole schema unusable."""
-    assert closed({"anyOf": [{"type": "string"}, {"not": {}}]})["anyOf"] == [{"type": "string"}, False]
+    for anything in ({}, True):
+        assert closed({"anyOf": [{"type": "string"}, {"not": anything}]})["anyOf"] == [{"type": "string"}, False]
     with pytest.raises(ValueError, match="#/not: nothing can match"):
         closed({"not": {}})
 
@@ -288,7 +297,9 @@ def test_bounds_beyond_what_the_compiler_computes() -> None:
     }
     assert closed({"type": "number", "minimum": -1.7976931348623157e308}) == {"type": "number"}
     assert closed({"type": "number", "exclusiveMinimum": 1e30}) == {"type": "number", "exclusiveMinimum": 1e30}
+    assert closed({"minimum": -3.4e38}) == {"minimum": -(10**18)}
     assert closed({"type": "string", "maxLength": LARGEST_INTEGER}) == {"type": "string"}
+    assert closed({"type": "string", "maxLength": (1 << 31) - 1}) == {"type": "string", "maxLength": (1 << 31) - 1}
 
 
 @pytest.mark.parametrize("entry", [{"propertyNames": {"type": "string"}}, {"uniqueItems": False}])
@@ -329,6 +340,8 @@ def test_numbers_of_optional_properties_that_cannot_be_counted_are_left_out() ->
     for schema in (
         {**names, "minProperties": 1},
         {**names, "required": ["b"], "maxProperties": 2},
+        {**names, "required": ["b"], "minProperties": 2},
+        {**names, "required": ["b"], "minProperties": 1, "additionalProperties": True},
         {**names, "required": ["a", "b", "c"], "minProperties": 4, "additionalProperties": True},
         {"type": "object", "minProperties": 2},
     ):
@@ -372,7 +385,7 @@ def test_a_keyword_that_is_null_is_not_set() -> None:
 
 
 def test_integers_have_the_range_of_exact_json_integers() -> None:
-    assert closed({"type": "integer"})["maximum"] == LARGEST_INTEGER
+    assert closed({"type": "integer"}) == {"type": "integer", "minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
     assert closed({"type": "integer", "minimum": 3}) == {"type": "integer", "minimum": 3}
 
 
