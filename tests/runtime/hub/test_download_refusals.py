@@ -63,7 +63,8 @@ def test_a_hub_without_error_codes_has_no_such_model(status: int, server: HubSer
 def test_an_answer_that_is_none(body: bytes, server: HubServer, folders: Path) -> None:
     server.add(REPO, FILES)
     server.fail("/revision/", Fault(status=200, body=body))
-    assert failing(server).exit_code in (ExitCode.NOT_FOUND, ExitCode.MODEL)
+    error = failing(server)
+    assert error.exit_code in (ExitCode.NOT_FOUND, ExitCode.MODEL) and error.message.startswith("127.0.0.1")
     assert not folders.exists()
 
 
