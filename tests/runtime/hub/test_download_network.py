@@ -80,6 +80,15 @@ def test_d9_an_odd_answer_while_resuming(fault: Fault, server: HubServer) -> Non
     assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
 
 
+def test_d9_a_file_that_a_server_does_not_continue_is_fetched_from_the_start(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(drop_after=5000))
+    server.fail("storage:", Fault(status=416))
+    assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+    ranges = [request.headers.get("Range") for request in server.requests(hashlib.sha256(WEIGHTS).hexdigest())]
+    assert ranges == [None, "bytes=5000-", None]
+
+
 @pytest.mark.parametrize("size", [0, 1, 4000, len(WEIGHTS), len(WEIGHTS) + 7])
 def test_what_lies_there_already_may_be_anything(size: int, server: HubServer, folders: Path) -> None:
     """Check that wrong contents of a partial file are discarded when the hash differs."""
@@ -124,10 +133,10 @@ def test_an_altered_index_is_noticed_before_it_chooses_files(server: HubServer) 
 def test_d9_busy_servers_are_waited_for(where: str, server: HubServer) -> None:
     server.add(REPO, FILES)
     server.fail(where, Fault(status=429, headers={"Retry-After": "0"}))
-    server.fail(where, Fault(status=502))
+    server.fail(where, Fault(status=408))
     notes = Notes()
     assert fetch(server, notes=notes).folder.is_dir()
-    assert "too many requests" in notes[0] and "502" in notes[1]
+    assert "too many requests" in notes[0] and "408" in notes[1]
 
 
 def test_d9_a_server_that_asks_for_an_hour_is_not_waited_for(server: HubServer) -> None:

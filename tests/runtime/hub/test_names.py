@@ -14,6 +14,7 @@ from mycli.runtime.hub.resolve import resolve
         ("llama3", "meta-llama/Llama-3"),
         ("llama3:latest", "meta-llama/Llama-3"),
         ("qwen2.5:7b", "Qwen/Qwen2.5-7B"),
+        ("qwen", "Qwen/Qwen3"),
         ("Phi4", "microsoft/phi-4"),
         ("phi", "microsoft/phi-4"),
         ("7b", None),
