@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import ssl
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from mycli.runtime.checkpoint.safetensors_header import INDEX
@@ -170,6 +172,14 @@ def test_no_server_and_no_name(server: HubServer, monkeypatch: pytest.MonkeyPatc
     server.close()
     assert "no connection to 127.0.0.1" in attempt(address)
     assert "cannot be found: no network, or no name service" in attempt("http://hub.invalid")
+
+
+def test_a_certificate_that_is_not_trusted_is_named_and_not_tried_again() -> None:
+    error = httpx2.ConnectError("handshake")
+    error.__cause__ = ssl.SSLCertVerificationError("self-signed certificate")
+    problem = client._transport_error(error, "hub.example.org")
+    assert isinstance(problem, NotFoundError) and "SSL_CERT_FILE" in problem.hint
+    assert problem.message == "the certificate of hub.example.org is not trusted"
 
 
 def test_a_server_that_says_nothing(server: HubServer) -> None:
