@@ -1,5 +1,6 @@
 """Test that stored models are verified by size and hash, and that damaged files can be removed."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -55,6 +56,9 @@ def test_truncated_and_missing_files() -> None:
     (folder / "config.json").resolve().write_bytes(b"{")
     (folder / "model.safetensors").resolve().unlink()
     assert checked("org/tiny") == {"config.json": "damaged", "model.safetensors": "missing"}
+    source = find_local("org/tiny")
+    sizes = [file.nbytes for file in verify_files(source, files_to_verify(source), lambda amount: None)]
+    assert sizes == [1, 0]
 
 
 def test_a_damaged_index_is_damage_not_a_crash() -> None:
@@ -110,6 +114,19 @@ def test_a_hostile_record(files: object) -> None:
     (folder / "mycli.json").write_text(json.dumps({"files": files}))
     with pytest.raises(ModelError):
         checked("tiny-int4")
+
+
+def test_modules_and_templates_are_verified_below_the_folder() -> None:
+    folder = quantized()
+    record = json.loads((folder / "mycli.json").read_text())
+    names = ("1_Pooling/config.json", "additional_chat_templates/tools.jinja")
+    for name in names:
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(b"{}")
+        record["files"][name] = {"sha256": hashlib.sha256(b"{}").hexdigest(), "bytes": 2}
+    (folder / "mycli.json").write_text(json.dumps(record))
+    states = checked("tiny-int4")
+    assert set(names) <= states.keys() and set(states.values()) == {"ok"}
 
 
 def test_find_local_is_resolve_for_everything_else() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, NotFoundError, UsageError, UserError
+from mycli.runtime.hub.download import lock_folder
 from mycli.runtime.hub.local import local_models, plan_removal, remove
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import data_dir, repo_folder
@@ -119,6 +120,7 @@ def test_a_whole_repository_goes_and_nothing_else(tmp_path: Path) -> None:
     other.mkdir()
     assert removed("org/tiny") >= 706
     assert not repo_folder("org/tiny").exists() and other.exists()
+    assert not lock_folder(repo_folder("org/tiny")).exists()
     assert [path.name for path in (tmp_path / "hub").iterdir() if not path.name.startswith(".locks")] == [other.name]
 
 

@@ -1,5 +1,6 @@
 """Test that models of Ollama and LM Studio are found by name and used where they lie."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,11 @@ def test_lm_studios_names(home: Path) -> None:
     assert "org/tiny-GGUF:tiny-Q4_K_M.gguf" in (caught.value.hint or "")
     large.unlink()
     assert resolve("org/tiny-GGUF").folder == small
+    for number in range(4):
+        lm_studio(home, DATA, f"org/tiny-GGUF/tiny-{number}.gguf")
+    with pytest.raises(ModelError, match="5 files") as caught:
+        resolve("org/tiny-GGUF")
+    assert (caught.value.hint or "").count(" or ") == 3, "not all of a long list"
     assert find_stored("org/tiny-GGUF:Q2_K") is None
 
 
@@ -90,6 +96,25 @@ def test_a_store_is_listed_up_to_a_bound(home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(other_stores, "_MAX_MODELS", 2)
     names = [model.name for model in stored_models()]
     assert len(names) == 4 and not any("2b" in name or "tiny-2" in name for name in names)
+
+
+def test_names_that_no_program_gives_are_not_listed_or_found(home: Path) -> None:
+    for parts in ((".tiny", "1b"), ("tiny", ".1b")):
+        ollama(home, DATA, "registry.ollama.ai", "library", *parts)
+        assert find_stored(":".join(parts)) is None
+    for place in (".org/tiny/tiny.gguf", "org/.tiny/tiny.gguf", "org/tiny.gguf"):
+        lm_studio(home, DATA, place)
+    assert not [*stored_models()]
+
+
+@pytest.mark.parametrize("size", [1, -1, None, float(len(DATA)), str(len(DATA))])
+def test_a_file_that_has_not_its_recorded_size_is_refused(home: Path, size: object) -> None:
+    path = ollama(home, DATA)
+    manifest = json.loads(path.read_text())
+    manifest["layers"][0]["size"] = len(DATA) + size if isinstance(size, int) else size
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match=f"has {len(DATA)} bytes, expected"):
+        find_stored("tiny:1b")
 
 
 def test_list_says_where_a_file_lies(home: Path) -> None:
