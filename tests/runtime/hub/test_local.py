@@ -79,6 +79,9 @@ def test_each_commit_has_the_name_that_reaches_it() -> None:
     assert f"org/tiny@{SECOND}" in rows()
     for name in rows():
         assert resolve(name).folder.is_dir()
+    (repo_folder("org/tiny") / "refs" / "v3").write_text("c" * 40)
+    with pytest.raises(NotFoundError, match="org/tiny@v3 is not on this machine; here is org/tiny@main"):
+        resolve("org/tiny@v3")
 
 
 def test_what_cannot_be_used_says_why() -> None:
