@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from math import prod
 
 import torch
 from torch import Tensor
@@ -66,8 +65,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     if head is not None:
         head_weights = SourceWeights(head)
         plan += [(MTP_PART.stored_name(name), head_weights.dtype(name), shape) for name, shape in head.config.tensors()]
-    write_folder(request, plan, {"dtype": variant or config.dtype}, fill)
-    nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in plan)
+    nbytes = write_folder(request, plan, {"dtype": variant or config.dtype}, fill)
     return Exported(request.target, nbytes, Counter(dtype_info(dtype).short for _, dtype in written), rounded)
 
 
@@ -83,7 +81,7 @@ def _tensors(config: ModelConfig) -> Iterator[JoinedTensor]:
 def _join(tensor: JoinedTensor, values: Sequence[Tensor]) -> Tensor:
     if tensor.name in tensor.parts:  # not joined; a stack of one expert is
         return values[0]
-    rows = torch.cat([part.view(tensor.groups, -1, *part.shape[1:]) for part in values], dim=1)
+    rows = torch.cat([part.view(tensor.groups, -1) for part in values], dim=1)
     shape = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) if tensor.transposed else tensor.shape
     whole = rows.view(shape)
     return whole.mT.contiguous() if tensor.transposed else whole

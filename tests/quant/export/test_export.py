@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from mycli.quant.export import find_export_target, mlx, targets
+from mycli.quant.export import ExportRequest, find_export_target, mlx, targets
 from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.formats import read_dense
@@ -36,7 +36,7 @@ from tests.support.models import CPU, random_model
 def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("copies")
     folders = {"dense": random_model(base / "dense")}
-    for bits, group in ((4, 32), (4, 64), (8, 32), (8, None), (3, 64), (2, 32)):
+    for bits, group in ((4, 32), (4, 64), (4, None), (8, 32), (8, None), (3, 64), (2, 32)):
         name = f"int{bits}-{f'g{group}' if group else 'channel'}"
         recipe = Recipe(method="rtn", bits=bits, group=group)
         folders[name] = quantizing.make(Source("dense", folders["dense"]), base / name, recipe).folder
@@ -74,6 +74,32 @@ def test_what_fits_keeps_every_value(name: str, to: str, copies: dict[str, Path]
     done = export_to(copies[name], to, tmp_path / "out")
     assert not done.rounded and done.path.exists()
     assert same(dense_values(copies[name]), dense_values(done.path))
+
+
+@pytest.mark.parametrize("to", ["gguf", "gptq", "awq", "mlx", "safetensors"])
+def test_progress_ends_at_the_number_of_tensors_and_the_size_is_that_of_the_files(
+    to: str, copies: dict[str, Path], tmp_path: Path
+) -> None:
+    module, variant = find_export_target(to)
+    folder, calls = copies["int4-g64"], list[tuple[str, int, int]]()
+    request = ExportRequest(Source("int4", folder), open_model_folder(folder), tmp_path / "out.gguf", variant)
+    done = module.export(request, lambda *call: calls.append(call))
+    assert calls == [("exporting", tensor, len(calls)) for tensor in range(1, len(calls) + 1)] and len(calls) > 20
+    files = [path for path in (done.path, *done.path.rglob("*")) if path.is_file() and path.name != "mycli.json"]
+    assert done.nbytes == sum(path.stat().st_size for path in files)
+
+
+@pytest.mark.parametrize(("name", "group"), [("int4-g32", 32), ("int4-channel", -1)])
+def test_the_config_describes_the_words(name: str, group: int, copies: dict[str, Path], tmp_path: Path) -> None:
+    """Other programs choose their kernels by it; a group of -1 is a whole row."""
+    expected = {
+        "gptq": {"bits": 4, "group_size": group, "desc_act": False, "sym": True},
+        "awq": {"bits": 4, "group_size": group, "zero_point": True, "modules_to_not_convert": None},
+    }
+    for layout, settings in expected.items():
+        done = export_to(copies[name], layout, tmp_path / layout)
+        section = json.loads((done.path / "config.json").read_text())["quantization_config"]
+        assert settings.items() <= section.items()
 
 
 def test_a_plain_folder_holds_what_the_packed_one_means(copies: dict[str, Path], tmp_path: Path) -> None:
