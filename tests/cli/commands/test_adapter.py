@@ -31,6 +31,8 @@ def test_it_changes_a_reply_as_its_merged_copy_does(mycli: Mycli, adapter: Path,
         "eval", "pico", "--adapter", str(adapter), "--ref", str(tmp_path / "whole"), "--tokens", "512", "--json"
     )
     assert json.loads(against.stdout)["divergence"]["kl"]["value"] == pytest.approx(0, abs=1e-9)
+    short = ("eval", "pico", "--adapter", str(adapter), "--ref", "pico", "--tokens", "64", "--ctx", "32")
+    assert mycli(*short).stdout.startswith("pico with tuned compared with pico\n")
 
 
 @pytest.mark.usefixtures("short_calibration_text")

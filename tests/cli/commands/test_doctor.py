@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mycli.cli.commands.doctor import _path, _portable, _portable_text
+from mycli.cli.commands.doctor import _bandwidth_text, _path, _portable, _portable_text
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import recorded_bandwidth
@@ -75,6 +75,17 @@ def test_kernels_that_decline_are_listed_with_v(capsys: pytest.CaptureFixture[st
     assert f"({hidden} kernels that decline a packing are listed with -v)" in short.err
     assert "listed with -v" not in long.err
     assert "nothing to compile on this device" in long.out and "warm-up" not in short.out
+
+
+@pytest.mark.parametrize(
+    ("best", "sheet", "text"),
+    [
+        (20.0, None, "20.0 GB/s now"),
+        (25.0, 40.0, "20.0 GB/s now, 50% of the data sheet's 40; 25.0 at best, which estimate uses"),
+    ],
+)
+def test_a_better_bandwidth_of_earlier_is_named(best: float, sheet: float | None, text: str) -> None:
+    assert _bandwidth_text(20.0, best, sheet) == text
 
 
 def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

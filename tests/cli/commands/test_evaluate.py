@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.support.command_line import Mycli
 from tests.support.native_parts import need_native_code
+from tests.support.paths import PICO
 
 SHORT = ("pico", "--tokens", "512", "--ctx", "128", "--device", "cpu")
 
@@ -37,9 +40,21 @@ def test_a_comparison_names_both_models(mycli: Mycli) -> None:
 
 
 def test_the_bytes_of_a_token_are_a_column(mycli: Mycli) -> None:
-    shown = mycli("eval", "pico", "--kv-sweep", "--tokens", "64", "--ctx", "32", "--device", "cpu").stdout
-    sizes = [line.split("|")[2].strip() for line in shown.splitlines()[2:]]
-    assert sizes == ["6.00 KiB", "3.00 KiB", "1.59 KiB", "0.84 KiB"]
+    done = mycli("eval", "pico", "--kv-sweep", "--tokens", "64", "--ctx", "32", "--device", "cpu")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["6.00 KiB", "3.00 KiB", "1.59 KiB", "0.84 KiB"]
+    assert rows[0][3:] == [""] * 4 and all(re.fullmatch(r"\d+\.\d\d%", row[-1]) for row in rows[1:])
+    assert done.stderr == "2 windows of 32 tokens, compared with float32\n"
+
+
+def test_models_that_tokenize_the_text_differently_are_not_compared(mycli: Mycli, tmp_path: Path) -> None:
+    other = shutil.copytree(PICO, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:100]
+    (other / "tokenizer.json").chmod(0o644)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = mycli("eval", *SHORT, "--ref", str(other))
+    assert done.returncode == 2 and f"pico and {other} tokenize the text differently" in done.stderr
 
 
 def test_the_hint_for_a_damaged_reference_names_it(mycli: Mycli, tmp_path: Path) -> None:

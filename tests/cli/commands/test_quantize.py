@@ -267,9 +267,10 @@ def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     short = "--tokens", "512", "--ctx", "64", "--json"
     code, out, err = call(capsys, "eval", folder, "--ref", "pico", "--activations-sweep", *short)
     assert code == 0, err
+    assert (parsed(out)["model"], parsed(out)["reference"]) == (folder, "pico")
     sixteen, eight = parsed(out)["sweep"]
     assert (sixteen["activations"], eight["activations"]) == ("16", "8")
-    assert sixteen["divergence"]["kl"] != eight["divergence"]["kl"]
+    assert 0.1 < sixteen["divergence"]["kl"]["value"] != eight["divergence"]["kl"]["value"]
     flags = "--dtype", "bf16", "--activations", "8"
     assert parsed(call(capsys, "eval", folder, *flags, *short)[1])["perplexity"] == eight["perplexity"]
     code, _, err = call(capsys, "eval", "pico", "--activations-sweep", "--tokens", "512", "--ctx", "64")

@@ -28,6 +28,7 @@ def test_a_sampled_reply_is_made_again(receipt: Path, mycli: Mycli) -> None:
     assert len(recorded.tokens) == 12 and recorded.sampling.seed is not None and recorded.limit == 12
     done = mycli("replay", str(receipt))
     assert done.returncode == 0 and "tokens   12 of 12 are the same" in done.stdout, done.stderr
+    assert "program  the same" in done.stdout
     answer = json.loads(mycli("replay", str(receipt), "--json").stdout)
     assert (answer["same"], answer["tokens"], answer["program_changes"]) == (True, 12, [])
 
@@ -58,8 +59,25 @@ def test_it_ends_at_the_first_token_that_differs(receipt: Path, mycli: Mycli) ->
     assert done.returncode == 6 and answer["error"]["message"].startswith("token 8 of 12 differs")
     assert answer["first_difference"]["index"] == 7 and not answer["same"]
     assert [change.split()[0] for change in answer["program_changes"]] == ["torch"]
+    assert answer["error"]["hint"] == answer["program_changes"][0]
     replace(recorded, tokens=recorded.tokens[:5]).write(receipt)
-    assert "token 6 of 5 differs: the end in the receipt" in mycli("replay", str(receipt)).stderr
+    longer = mycli("replay", str(receipt)).stderr
+    assert "token 6 of 5 differs: the end in the receipt" in longer and "with the same program" in longer
+
+
+def test_another_end_of_the_same_tokens_is_a_difference(receipt: Path, mycli: Mycli) -> None:
+    replace(Receipt.read(receipt), finish_reason="stop").write(receipt)
+    done = mycli("replay", str(receipt))
+    assert done.returncode == 6 and "the reply ended by length, not by stop" in done.stderr
+
+
+@pytest.mark.parametrize(("token", "inside"), [(-1, False), (0, True), (4095, True), (4096, False)])
+def test_tokens_outside_the_vocabulary_are_refused(token: int, inside: bool, receipt: Path, mycli: Mycli) -> None:
+    recorded = Receipt.read(receipt)
+    replace(recorded, tokens=(*recorded.tokens[:-1], token)).write(receipt)
+    done = mycli("replay", str(receipt))
+    words = "token 12 of 12 differs" if inside else "the receipt has tokens outside the vocabulary of 4096"
+    assert done.returncode == (6 if inside else 2) and words in done.stderr
 
 
 def test_a_format_is_part_of_the_receipt(mycli: Mycli, tmp_path: Path) -> None:
