@@ -147,9 +147,10 @@ def only_packing(request: ExportRequest, layout: str) -> Packing:
     if differing:
         raise ModelError(f"{min(differing)}: {layout} needs all linears quantized, and nothing else", "")
     layers = [packing for name, packing in packings.items() if name != _HEAD]
-    widths, first = {(packing.bits, packing.group_size) for packing in layers}, layers[0]
+    widths = {(packing.bits, packing.group_size) for packing in layers}
     if len(widths) > 1:
         raise ModelError(f"linears have {len(widths)} different widths or groups; {layout} needs the same for all", "")
-    if any(packing.offsets or packing.permuted or packing.codes != "int" for packing in layers):
-        raise ModelError(f"{first.name} weights: {layout} holds symmetric integers only", "")
-    return first
+    unfit = next((packing for packing in layers if packing.offsets or packing.permuted or packing.codes != "int"), None)
+    if unfit is not None:
+        raise ModelError(f"{unfit.name} weights: {layout} holds symmetric integers only", "")
+    return layers[0]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mycli.quant.export import ExportRequest, find_export_target, mlx, targets
+from mycli.quant.export._folder import only_packing
 from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.formats import read_dense
@@ -72,7 +73,7 @@ LOSSLESS = [
 @pytest.mark.parametrize(("name", "to"), LOSSLESS, ids=["-to-".join(case) for case in LOSSLESS])
 def test_what_fits_keeps_every_value(name: str, to: str, copies: dict[str, Path], tmp_path: Path) -> None:
     done = export_to(copies[name], to, tmp_path / "out")
-    assert not done.rounded and done.path.exists()
+    assert not done.rounded and not done.left_out and not done.separate_experts and done.path.exists()
     assert same(dense_values(copies[name]), dense_values(done.path))
 
 
@@ -100,6 +101,49 @@ def test_the_config_describes_the_words(name: str, group: int, copies: dict[str,
         done = export_to(copies[name], layout, tmp_path / layout)
         section = json.loads((done.path / "config.json").read_text())["quantization_config"]
         assert settings.items() <= section.items()
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "mlx"])
+def test_dense_tensors_keep_their_dtype(layout: str, copies: dict[str, Path], tmp_path: Path) -> None:
+    """Embeddings in blocks become fp32, which alone holds their values."""
+    done = export_to(copies["int4-g64"], layout, tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (copies["int4-g64"], done.path))
+    dense = {name: values for name, values in before.items() if name in after}
+    assert "model.embed_tokens.weight" in dense and "model.norm.weight" in dense
+    assert all(after[name].dtype == values.dtype == torch.bfloat16 for name, values in dense.items())
+    for variant, dtype in (("gguf", torch.bfloat16), ("gguf:q4_0", torch.float32)):
+        file = export_to(copies["int4-g64"], variant, tmp_path / f"{dtype}.gguf", requantize=True).path
+        done = export_to(file, layout, tmp_path / str(dtype), requantize=True)
+        embedding = load_file(done.path / "model.safetensors")["model.embed_tokens.weight"]
+        expected = dense_values(file)["model.embed_tokens.weight"]
+        assert embedding.dtype == dtype and torch.equal(embedding.float(), expected)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "mlx"])
+def test_products_of_other_layouts_are_not_rounded(layout: str, copies: dict[str, Path], tmp_path: Path) -> None:
+    packed = export_to(copies["int4-g64"], layout, tmp_path / layout).path
+    with pytest.raises(ModelError, match="int4-g64.* weights, which bf16 does not hold exactly"):
+        export_to(packed, "safetensors", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"bits": 8}, "linears have 2 different widths or groups"),
+        ({"group_size": 32}, "linears have 2 different widths or groups"),
+        ({"offsets": True}, "int4-g64-offset weights: GPTQ holds symmetric integers only"),
+        ({"permuted": True}, "int4-g64.* weights: GPTQ holds symmetric integers only"),
+        ({"codes": "e2m1"}, "e2m1.* weights: GPTQ holds symmetric integers only"),
+    ],
+    ids=str,
+)
+def test_a_linear_that_differs_is_refused(change: dict[str, Any], cause: str, copies: dict[str, Path]) -> None:
+    folder = open_model_folder(copies["int4-g64"])
+    packings = dict(folder.packings)
+    packings["model.layers.1.mlp.up_proj"] = replace(packings["model.layers.1.mlp.up_proj"], **change)
+    request = SimpleNamespace(folder=SimpleNamespace(config=folder.config, packings=packings))
+    with pytest.raises(ModelError, match=cause):
+        only_packing(cast(ExportRequest, request), "GPTQ")
 
 
 def test_a_plain_folder_holds_what_the_packed_one_means(copies: dict[str, Path], tmp_path: Path) -> None:
@@ -224,10 +268,21 @@ def test_an_output_is_not_replaced_unasked_and_its_suffix_is_given(copies: dict[
         export_to(copies["int4-g32"], "mlx", tmp_path / "folder", overwrite=True)
 
 
-@pytest.mark.parametrize("to", ["onnx", "gguf:q9", "gptq:4", ""])
-def test_a_target_that_there_is_not(to: str) -> None:
-    with pytest.raises(UsageError, match="not a layout|not a variant"):
+@pytest.mark.parametrize(
+    ("to", "cause", "hint"),
+    [
+        ("onnx", "not a layout", "choose from: awq, gguf, gptq, mlx, safetensors"),
+        ("", "not a layout", "choose from: awq, gguf, gptq, mlx, safetensors"),
+        ("gguf:q9", "not a variant", "choose from: gguf:f32, gguf:f16, gguf:bf16, gguf:q8_0, gguf:q4_0, gguf:q4_k"),
+        ("gptq:4", "not a variant", "choose from: gptq"),
+        ("gguf:q4_k_m", "a mix of types is made by quantizing", ""),
+        ("q4_k_m", "a mix of types is made by quantizing", ""),
+    ],
+)
+def test_a_target_that_there_is_not(to: str, cause: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=cause) as refused:
         find_export_target(to)
+    assert refused.value.hint == hint
     assert targets() == ["awq", "gguf", "gptq", "mlx", "safetensors"]
 
 
@@ -275,6 +330,7 @@ def test_routers_and_gates_are_listed_as_not_packed(name: str, tmp_path: Path) -
     for layout in ("gptq", "awq"):
         done = export_to(packed.path, layout, tmp_path / layout, requantize=True)
         assert open_model_folder(done.path).packings.keys() == packed.packings.keys()
+        assert done.separate_experts == (name == "qwen2_moe-shared")
         sections[layout] = json.loads((done.path / "config.json").read_text())["quantization_config"]
     listed = sections["awq"]["modules_to_not_convert"]
     linears = [name for name, module in original.named_modules() if isinstance(module, torch.nn.Linear)]
