@@ -425,8 +425,18 @@ def test_packed_rows_that_do_not_fill_blocks_are_written_as_floats(tmp_path: Pat
     assert same(dense_values(packed), dense_values(done.path))
 
 
-def test_mlx_has_tensors_of_one_value(tmp_path: Path) -> None:
-    packed = _packed(tmp_path, "apertus-llama3", Recipe("rtn", bits=4, group=32, head="keep"), **WIDE)
+@pytest.mark.parametrize(("case", "stack"), [("qwen2_moe-shared", "switch_mlp"), ("dots1-8top2", "experts")])
+def test_mlx_stacks_experts_under_its_name_of_them(case: str, stack: str, tmp_path: Path) -> None:
+    packed = _packed(tmp_path, case, Recipe("rtn", bits=4, group=32, head="keep"), **WIDE)
+    done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
+    scales = {name: tensor for name, tensor in load_file(done.path / "model.safetensors").items() if "scales" in name}
+    stacks = {name.split(".")[4]: len(tensor) for name, tensor in scales.items() if tensor.dim() == 3}
+    assert stacks == {stack: 8} and same(dense_values(packed), dense_values(done.path))
+
+
+@pytest.mark.parametrize("case", ["apertus-llama3", "llama4-without-experts-tied"])
+def test_mlx_has_tensors_of_one_value_and_llama4_without_experts(case: str, tmp_path: Path) -> None:
+    packed = _packed(tmp_path, case, Recipe("rtn", bits=4, group=32, head="keep"), **WIDE)
     done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
     assert same(dense_values(packed), dense_values(done.path))
 
@@ -451,12 +461,12 @@ def test_biases_that_mlx_would_round_are_refused() -> None:
     """Scales may fit bf16 when offsets, which become biases, do not."""
     offsets = torch.full((4, 1), 1.0 + 2**-10)
     weight = PackedWeight(
-        pack(torch.zeros(4, 32, dtype=torch.uint8), 4), torch.ones(4, 1), Packing(4, 32, offsets=True), 32, offsets
+        pack(torch.ones(4, 32, dtype=torch.uint8), 4), torch.ones(4, 1), Packing(4, 32, offsets=True), 32, offsets
     )
     with pytest.raises(ModelError, match="bfloat16 does not hold"):
         mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=False)
     _, error = mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=True)
-    assert error == pytest.approx((2**-10 / (7 - 2**-10)) ** 2)  # codes of 0 mean -7 + 2^-10
+    assert error == pytest.approx((2**-10 / (6 - 2**-10)) ** 2)  # codes of 1 mean -6 + 2^-10
 
 
 @pytest.mark.parametrize(
