@@ -129,6 +129,13 @@ def test_scales_beyond_half_precision_are_rounded_on_request(tmp_path: Path) -> 
     assert rounded.name == f"{name}.weight" and 0 < rounded.error < 1e-9
 
 
+@pytest.mark.parametrize(("columns", "kind"), [(256, "Q4_K"), (160, "Q8_0"), (200, "F16")])
+def test_rows_that_do_not_fill_super_blocks_have_the_next_larger_type(columns: int, kind: str, tmp_path: Path) -> None:
+    dense = random_model(tmp_path / "dense", intermediate_size=columns)
+    done = export_to(dense, "gguf:q4_k", tmp_path / "a.gguf", requantize=True)
+    assert GgufFiles.open(done.path).header.tensors["blk.0.ffn_down.weight"].dtype == kind
+
+
 def test_metadata_comes_back_as_the_config_it_was(tmp_path: Path) -> None:
     changes = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}}
     changes["rope_parameters"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -114,13 +114,17 @@ def test_a_file_of_a_family_with_mtp_heads_has_none(tmp_path: Path) -> None:
     find_export_target("safetensors")[0].export(dense, silent)
 
 
-def test_gains_of_head_norms_stay_in_fp32(tmp_path: Path) -> None:
-    """llama.cpp multiplies by fp32 only; those of Command R+ are a matrix."""
-    request = export_request("cohere-head-norms", tmp_path, "q8_0")
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("cohere-head-norms", "attn_q_norm"), ("lfm2-tied", "shortconv.conv")],  # of Command R+: a matrix
+)
+def test_small_tensors_stay_in_fp32(name: str, tensor: str, tmp_path: Path) -> None:
+    """llama.cpp multiplies by fp32 only."""
+    request = export_request(name, tmp_path, "q8_0")
     module, _ = find_export_target("gguf:q8_0")
     reader = gguf.GGUFReader(module.export(request, silent).path)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    assert (kinds["blk.0.attn_q_norm.weight"], kinds["blk.0.attn_q.weight"]) == ("F32", "Q8_0")
+    assert (kinds[f"blk.0.{tensor}.weight"], kinds["token_embd.weight"]) == ("F32", "Q8_0")
 
 
 def test_linear_attention_in_one_tensor_is_read(tmp_path: Path) -> None:
