@@ -136,6 +136,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--json") == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
     assert found["reply"] == doctor.ANSWER and found["bandwidth_gb_per_second"] == 20
+    assert not {"golden", "warm_passes"} & found.keys()
     assert sum(kernel["used"] for kernel in found["kernels"]) >= 1 and all(kernel["ok"] for kernel in found["kernels"])
 
 

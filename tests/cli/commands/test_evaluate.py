@@ -24,7 +24,9 @@ def test_portable_bits_measure_the_passes_of_replies(mycli: Mycli) -> None:
     assert found["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-2)
 
 
-@pytest.mark.parametrize("words", [("--kv-sweep",), ("--activations-sweep",), ("--dtype", "fp32")])
+@pytest.mark.parametrize(
+    "words", [("--dtype", "bf16", "--kv-sweep"), ("--dtype", "bf16", "--activations-sweep"), ("--dtype", "fp32")]
+)
 def test_portable_bits_are_refused_where_they_mean_nothing(words: tuple[str, ...], mycli: Mycli) -> None:
     done = mycli("eval", *SHORT, "--portable-bits", *words)
     assert done.returncode == 2 and "portable" in done.stderr and "omit" in done.stderr

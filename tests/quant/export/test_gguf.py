@@ -1,6 +1,7 @@
 """Check that exported GGUF files have the values, types and metadata that the gguf library reads."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields
 from tests.attacks.fuzz_models import in_blocks
 from tests.support import quantizing
@@ -31,6 +34,8 @@ from tests.support.exports import dense_values, export_to
 from tests.support.fim_model import MARKS, write_fim_tokenizer
 from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU, random_model
+from tests.support.packed_folder import write_packed
+from tests.support.packed_mixture import FIELDS
 from tests.support.paths import PICO
 
 
@@ -116,6 +121,60 @@ def test_groups_of_8_bits_with_offsets_are_rounded_to_q8_0(tmp_path: Path) -> No
         export_to(offsets, "gguf", tmp_path / "out.gguf")
     done = export_to(offsets, "gguf", tmp_path / "out.gguf", requantize=True)
     assert done.kinds["Q8_0"] == len(done.rounded) == 21
+
+
+def test_codes_of_5_bits_are_in_q8_0(tmp_path: Path) -> None:
+    fields = {key: value for key, value in FIELDS.items() if "experts" not in key and "moe" not in key}
+    packed = write_packed(tmp_path / "packed", {**fields, "model_type": "llama"}, {"": 5})
+    shutil.copy(PICO / "tokenizer.json", packed)
+    done = export_to(packed, "gguf", tmp_path / "a.gguf")
+    assert done.kinds["Q8_0"] == 14 and not done.rounded
+    before, after = dense_values(packed), dense_values(done.path)
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+    offsets = export_to(packed, "mlx", tmp_path / "mlx").path
+    with pytest.raises(ModelError, match="int5-g32-offset weights, which Q8_0 does not hold exactly"):
+        export_to(offsets, "gguf", tmp_path / "b.gguf")
+
+
+def test_codes_of_mxfp4_keep_their_values(tmp_path: Path) -> None:
+    folder, generator = random_model(tmp_path / "mlx"), torch.Generator().manual_seed(4)
+    tensors = load_file(folder / "model.safetensors")
+    packed = [name for name in tensors if name.endswith("_proj.weight")]
+    for name in packed:
+        rows, columns = tensors[name].shape
+        codes = torch.randint(0, 256, (rows, columns // 2), generator=generator).to(torch.uint8)
+        scales = torch.randint(0, 140, (rows, columns // 32), generator=generator).to(torch.uint8)
+        tensors |= {name: codes.view(torch.uint32), f"{name.removesuffix('weight')}scales": scales}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = export_to(folder, "gguf", tmp_path / "a.gguf")
+    assert done.kinds["MXFP4"] == len(packed) == 21 and not done.rounded
+    before, after = dense_values(folder), dense_values(done.path)
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+    down = next(tensor for tensor in gguf.GGUFReader(done.path).tensors if tensor.name == "blk.1.ffn_down.weight")
+    assert np.array_equal(quants.dequantize(down.data, down.tensor_type), before["model.layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing", "scale", "offset", "exact"),
+    [
+        ("Q4_1", Packing(4, 32, offsets=True), 1.0, 1.0, True),
+        ("Q4_1", Packing(4, 32, offsets=True), 1.0, 1 + 2.0**-10, False),  # the minimum is -7 + 2^-10
+        ("Q4_1", Packing(4, 32, offsets=True), 1 + 2.0**-11, 8 * 2.0**-11, False),
+        ("MXFP4", Packing(4, 32, codes="e2m1"), 2.0**-3, None, True),
+        ("MXFP4", Packing(4, 32, codes="e2m1"), 3.0, None, False),
+    ],
+)
+def test_blocks_whose_scale_or_minimum_is_rounded_are_not_exact(
+    kind: str, packing: Packing, scale: float, offset: float | None, exact: bool
+) -> None:
+    codes = torch.arange(32, dtype=torch.uint8).view(1, 32) % 16
+    offsets = None if offset is None else torch.tensor([[offset]])
+    weight = PackedWeight(pack(codes, 4), torch.tensor([[scale]]), packing, 32, offsets)
+    encoded = blocks.from_packed(weight, kind)
+    assert encoded is not None and encoded[1] == exact
 
 
 def test_scales_beyond_half_precision_are_rounded_on_request(tmp_path: Path) -> None:
