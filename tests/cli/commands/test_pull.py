@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mycli.runtime.utils.units import human_bytes
 from tests.support.command_line import Mycli
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.other_stores import lm_studio
@@ -55,6 +56,8 @@ def test_what_is_here_under_a_name_is_not_asked_of_the_hub(
     assert local.returncode == 4 and "nothing-here" in local.stderr
     found = mycli("pull", REPO)
     assert found.returncode == 0 and found.stdout == f"{stored}\n" and not server.log
+    forced = mycli("pull", REPO, "--force")
+    assert forced.returncode == 0 and server.log and "snapshots" in forced.stdout
 
 
 @pytest.mark.parametrize("options", [("-o", "copy"), ("--overwrite",), ("--restart",)], ids=" ".join)
@@ -70,6 +73,7 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     total = sum(map(len, FILES.values()))
     planned = json.loads(mycli("pull", REPO, "--dry-run", "--json").stdout)
     assert planned["new_bytes"] == planned["bytes"] == total and planned["folder"] is None
+    assert mycli("pull", REPO, "--dry-run").stdout.endswith(f"new: {human_bytes(total)}, cached: 0 bytes\n")
     assert not (tmp_path / "hf").exists()
     remote = json.loads(mycli("show", REPO, "--json").stdout)
     assert remote["parameters"] == 5_770_496 and remote["folder"] is None and remote["repo"] == REPO

@@ -185,6 +185,24 @@ def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, me
         calibration.check_windows(samples, seq, 2048)
 
 
+@pytest.mark.parametrize(("samples", "seq"), [(1, 2048), (128, 2)])
+def test_the_longest_and_the_shortest_windows_are_possible(samples: int, seq: int) -> None:
+    calibration.check_windows(samples, seq, 2048)
+
+
+def test_a_file_is_used_to_its_last_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(str(number) for number in range(100)))
+    ids = tokenizer.encode(path.read_text(), add_special=False)
+    whole = calibration.from_file(path, tokenizer, 4, len(ids), seed=0)
+    assert whole.windows.tolist() == [[tokenizer.bos, *ids[:-1]]] and len(ids) > 256
+    with pytest.raises(UsageError, match=f"has {len(ids)} tokens; calibration needs {len(ids) + 1}"):
+        calibration.from_file(path, tokenizer, 4, len(ids) + 1, seed=0)
+    path.write_text(" ".join(str(number) for number in range(40)))
+    with pytest.raises(UsageError, match="tokens; calibration needs 256"):
+        calibration.from_file(path, tokenizer, 4, 32, seed=0)
+
+
 def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that timed out is retried; one that fails is not."""
     tokenizer = Tokenizer.load(PICO, 4096)
