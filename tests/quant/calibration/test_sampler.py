@@ -43,6 +43,11 @@ def test_windows_are_whole_and_of_all_kinds(tokenizer: Tokenizer, mixed: Calibra
     assert len(mixed.windows.unique()) > 500
 
 
+def test_shares_of_few_windows_are_rounded_up_by_the_largest_remainder(tokenizer: Tokenizer) -> None:
+    few = calibration.bundled(tokenizer, VOCABULARY, 7, 64, seed=0)
+    assert few.mix == {"prose": 2, "conversations": 2, "code": 2, "languages": 1} and len(few.windows) == 7
+
+
 def test_users_and_assistants_take_turns() -> None:
     dialogues = islice(calibration._dialogues(torch.Generator()), 60)  # all that are bundled, with passages of prose
     roles = {tuple(message.role for message in dialogue.messages) for dialogue in dialogues}
