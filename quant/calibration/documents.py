@@ -66,7 +66,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
         raise UsageError(f"{path}: Parquet needs pyarrow, which is not installed", hint) from None
     try:
         with open_input(path) as raw, parquet.ParquetFile(raw) as file:
-            columns = [field for field in FIELDS if field in file.schema_arrow.names][:1]
+            columns = [field for field in FIELDS if field in file.schema_arrow.names]
             for batch in file.iter_batches(batch_size=64, columns=columns or None):
                 yield from batch.to_pylist()
     except (ArrowException, OSError) as error:

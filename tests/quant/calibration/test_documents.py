@@ -34,8 +34,9 @@ def test_a_text_is_one_document(tmp_path: Path) -> None:
         ([{"content": "one", "messages": TALK}], ["one"]),
         ([{"messages": TALK}], [MESSAGES]),
         ([{"conversations": OLD}], [MESSAGES]),
+        ([{"text": None, "messages": TALK}, {"text": "one", "messages": None}], [MESSAGES, "one"]),
     ],
-    ids=["text", "first-field", "messages", "conversations"],
+    ids=["text", "first-field", "messages", "conversations", "null"],
 )
 def test_rows(tmp_path: Path, kind: str, rows: list[dict[str, Any]], expected: list[Any]) -> None:
     path = tmp_path / f"train.{kind}"
@@ -47,6 +48,15 @@ def test_rows(tmp_path: Path, kind: str, rows: list[dict[str, Any]], expected: l
     else:
         path.write_bytes(gzip.compress(lines(rows)) if kind.endswith("gz") else lines(rows))
     assert list(documents(path)) == expected
+
+
+def test_a_table_without_a_text_names_its_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([{"label": 3, "txt": "one"}]), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="row 1 has label, txt"):
+        list(documents(tmp_path / "a.parquet"))
 
 
 def test_rows_are_read_as_they_are_wanted(tmp_path: Path) -> None:
