@@ -358,6 +358,7 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--quant", "int4", "--head", "int3"], ExitCode.USAGE),
         (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied embeddings
         (["--fit", "--table"], ExitCode.USAGE),
+        (["--table", "--verify"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
         (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
         (["--draft", "mtp"], ExitCode.MODEL),
