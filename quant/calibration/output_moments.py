@@ -14,11 +14,12 @@ from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.evaluate import STREAM_BYTES
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
-from mycli.quant.rounding.rows import split_rows
+from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 from mycli.runtime.models.experts_spec import stacked_product
+from mycli.runtime.sampling.sampler import tokens_at
 
 GRADIENT_WINDOWS = 128
 _TOKENS = 64
@@ -44,15 +45,22 @@ class LayerMoments:
     def add(self, gradient: Tensor, product: str | None = None) -> None:
         """Add gradients [windows, context, N] of the outputs of a product, or of the stream."""
         slopes = gradient.flatten(0, -2).float()
-        # Zeros make the numbers of tokens few: oneDNN keeps what it compiles for each, and experts differ in theirs.
-        slopes = functional.pad(slopes, (0, 0, 0, -len(slopes) % _TOKENS))
-        rows = split_rows(slopes.T)  # [blocks, BLOCK_ROWS, tokens]
-        total = torch.bmm(rows, rows.transpose(1, 2))
-        if product is None:
-            self.stream = total if self.stream is None else self.stream.add_(total)
-        else:
-            name = moments_name(product)
-            self.products[name] = self.products[name].add_(total) if name in self.products else total
+        if len(slopes) % _TOKENS:
+            # Rows of zeros make the numbers of tokens few: oneDNN keeps what it compiles for each, and experts differ
+            # in theirs.
+            slopes = functional.pad(slopes, (0, 0, 0, -len(slopes) % _TOKENS))
+        rows = torch.split(slopes, BLOCK_ROWS, dim=1)
+        name = None if product is None else moments_name(product)
+        sums = self.stream if name is None else self.products.get(name)
+        if sums is None:
+            sums = slopes.new_zeros(len(rows), BLOCK_ROWS, BLOCK_ROWS)
+            if name is None:
+                self.stream = sums
+            else:
+                self.products[name] = sums
+        # One product for each block, because torch's batched product copies them and takes three times as long.
+        for block, part in zip(sums, rows, strict=True):
+            block[: part.shape[1], : part.shape[1]].addmm_(part.T, part)
 
 
 def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
@@ -70,8 +78,8 @@ def output_moments(
     moments: list[LayerMoments] = [LayerMoments() for _ in range(config.layers)]
 
     def loss(window: int, scores: Tensor) -> Tensor:
-        drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
-        return scores.gather(1, drawn).sum()
+        drawn = tokens_at(scores.detach().exp(), torch.rand(len(scores), generator=generator).tolist())
+        return scores.gather(1, drawn.clamp_(max=scores.shape[1] - 1)).sum()  # `observe` reports what is not finite
 
     chunks = torch.split(windows, windows_at_once(len(windows), windows.shape[1], config.stream_width, config.layers))
     done, steps = 0, 2 * config.layers * len(chunks)

@@ -9,10 +9,11 @@ from torch.nn import functional
 
 from mycli.quant.calibration import output_moments as module
 from mycli.quant.calibration.hessian import reduced_precision
-from mycli.quant.calibration.output_moments import moments_name, output_moments, windows_at_once
+from mycli.quant.calibration.output_moments import LayerMoments, moments_name, output_moments, windows_at_once
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.rounding.rows import split_rows
+from mycli.quant.rounding.rows import BLOCK_ROWS, split_rows
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.sampling.sampler import tokens_at
 from tests.support.families import CASES, make
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
@@ -68,7 +69,8 @@ def slopes(model: StreamedModel, windows: Tensor, seed: int) -> list[dict[str, T
     total = torch.zeros(())
     for stream in x:
         scores = model.logits(stream).log_softmax(1)
-        drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
+        shares = torch.rand(len(scores), generator=generator).tolist()
+        drawn = tokens_at(scores.detach().exp(), shares)
         total = total + scores.gather(1, drawn).sum()
     total.backward()  # type: ignore[no-untyped-call]  # torch's stub
     return [{product: zero.grad.flatten(0, -2) for product, zero in added.items()} for added in zeros]
@@ -107,6 +109,16 @@ def test_moments_are_those_of_the_whole_graph(folder: Path, monkeypatch: pytest.
         assert found.keys() == sums.keys()
         for product, wanted in sums.items():
             assert torch.allclose(found[product], wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())), product
+
+
+def test_sums_of_several_batches_have_blocks_of_rows() -> None:
+    """Neither tokens nor rows are a multiple of a block's."""
+    moments, generator = LayerMoments(), torch.Generator().manual_seed(0)
+    batches = [torch.randn(2, tokens, BLOCK_ROWS + 44, generator=generator) for tokens in (5, 32, 33)]
+    for batch in batches:
+        moments.add(batch, "qkv")
+    rows = split_rows(torch.cat([batch.flatten(0, 1) for batch in batches]).T.double())
+    torch.testing.assert_close(moments.products["qkv"].double(), rows @ rows.transpose(1, 2), rtol=1e-4, atol=1e-3)
 
 
 def test_few_windows_are_read_and_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
