@@ -6,9 +6,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from mycli.quant.output.work_folder import Solved
 from mycli.quant.rounding.grid import Grid, Quantized
@@ -40,20 +42,37 @@ class TunableWeight:
         return straight_through(exact, self._grid.storable(exact.detach()))
 
     def weight(self) -> Tensor:
-        scales = self._stored_scales()
-        return (grouped(self._levels(), scales.shape[1]) * scales.unsqueeze(-1)).flatten(1)
+        weight: Tensor = _Dequantized.apply(self, self._stored_scales(), self.shift)  # type: ignore[no-untyped-call]
+        return weight
 
-    def _levels(self) -> Tensor:
-        levels = self._codes.float() - self._grid.half
-        if self.shift is None:
-            return levels
-        exact = levels + self.shift
-        return straight_through(exact, exact.detach().round().clamp(-self._grid.half, self._grid.half - 1))
+    @torch.no_grad()
+    def levels(self) -> Tensor:
+        """Return the whole steps fp32 [N, K] that the weight is made of."""
+        half = self._grid.half
+        levels = self._codes.float().sub_(half)
+        return levels if self.shift is None else levels.add_(self.shift).round_().clamp_(-half, half - 1)
 
     @torch.no_grad()
     def quantized(self) -> Quantized:
-        codes = (self._levels() + self._grid.half).to(torch.uint8)
+        codes = (self.levels() + self._grid.half).to(torch.uint8)
         return Quantized(codes, self._stored_scales().to(self._grid.scale_dtype))
+
+
+class _Dequantized(Function):
+    # Levels times scales; the gradient passes straight through the rounding of levels to the shift. As one function,
+    # because separate operations read and write tensors of the weight's size three times as often.
+    @staticmethod
+    def forward(ctx: Any, weight: TunableWeight, scales: Tensor, shift: Tensor | None) -> Tensor:
+        levels = grouped(weight.levels(), scales.shape[1])
+        ctx.save_for_backward(levels, scales)
+        return (levels * scales.unsqueeze(-1)).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        levels, scales = ctx.saved_tensors
+        gradient, (_, _, moves) = gradients[0].view_as(levels), ctx.needs_input_grad
+        by_shift = (gradient * scales.unsqueeze(-1)).flatten(1) if moves else None
+        return None, (gradient * levels).sum(-1), by_shift
 
 
 class TunableGain:

@@ -3,8 +3,11 @@
 import torch
 
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.tuning.parameters import TunableBlock
+from mycli.quant.rounding.grid import Grid, dequantize_codes
+from mycli.quant.solvers import rtn
+from mycli.quant.tuning.parameters import TunableBlock, TunableWeight, straight_through
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.quantization.scheme import Packing
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
 from tests.support.rounding import rounded, stored
@@ -56,3 +59,28 @@ def test_codes_move_where_they_may() -> None:
         assert torch.equal(quantized.codes.int(), wanted) and bool(moved.any())
     with torch.no_grad():
         torch.testing.assert_close(block(x, context), stored(model, after)(x, context))
+
+
+def test_gradients_pass_straight_through_the_rounding() -> None:
+    """Against separate operations; some levels are beyond the end of the grid."""
+    generator = torch.Generator().manual_seed(3)
+    grid = Grid(Packing(3, 32), torch.bfloat16)
+    quantized = rtn.solve(torch.randn(6, 64, generator=generator), grid).quantized
+    slope = torch.randn(6, 64, generator=generator)
+    weight = TunableWeight(quantized, grid, CPU.device, torch.randn(6, 64, generator=generator))
+    scale_change, shift = (leaf.detach().clone().requires_grad_() for leaf in (weight.scale_change, weight.shift))
+    scales = quantized.scales.float() * (1 + scale_change)
+    exact = quantized.codes.float() - 4 + shift
+    levels = straight_through(exact, exact.detach().round().clamp(-4, 3))
+    expected = levels * scales.repeat_interleave(32, 1)
+    torch.testing.assert_close(weight.weight(), expected)
+    weight.weight().backward(slope)
+    expected.backward(slope)
+    torch.testing.assert_close(weight.scale_change.grad, scale_change.grad)
+    torch.testing.assert_close(weight.shift.grad, shift.grad)
+    fixed = TunableWeight(quantized, grid, CPU.device)
+    torch.testing.assert_close(fixed.weight().detach(), dequantize_codes(quantized, grid))
+    fixed.weight().backward(slope)
+    levels = quantized.codes.float() - 4
+    per_group = (slope * levels * quantized.scales.float().repeat_interleave(32, 1)).view(6, 2, 32).sum(2)
+    torch.testing.assert_close(fixed.scale_change.grad, per_group)
