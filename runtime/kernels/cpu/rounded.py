@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
@@ -31,13 +32,42 @@ def is_rounding() -> bool:
 
 
 def rounded_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
-    """x fp32 [rows, K] times weight fp32 [N, K] transposed, each rounded to bf16, with fp32 sums."""
+    """x fp32 [rows, K] times weight fp32 [N, K] transposed, each rounded to bf16, with fp32 sums.
+
+    Gradients are such products too, of operands rounded in the same way.
+    """
     library = _ready(x, weight)
     if isinstance(library, Declined):
         return library
-    (rows, inputs), outputs = x.shape, len(weight)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        y: Tensor = _Product.apply(library, x, weight)  # type: ignore[no-untyped-call]  # torch's stub
+        return y
+    return _multiply(library, x, weight, len(weight))
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx: Any, library: Native, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.library = library
+        ctx.save_for_backward(x, weight)
+        return _multiply(library, x, weight, len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        slope, (x, weight) = gradients[0].contiguous(), ctx.saved_tensors
+        _, needs_x, needs_weight = ctx.needs_input_grad
+        by_x = _multiply(ctx.library, slope, weight, x.shape[1], by_inputs=True) if needs_x else None
+        by_weight = torch.zeros_like(weight) if needs_weight else None
+        if by_weight is not None:
+            _add_outer(ctx.library, by_weight, slope, x, len(weight))
+        return None, by_x, by_weight
+
+
+def _multiply(library: Native, x: Tensor, weight: Tensor, outputs: int, *, by_inputs: bool = False) -> Tensor:
+    # The weight is [outputs, inputs], or [inputs, outputs] by inputs.
+    rows, inputs = x.shape
     y = torch.empty(rows, outputs)
-    pointers = x.data_ptr(), rows, inputs, weight.data_ptr(), outputs, y.data_ptr()
+    pointers = x.data_ptr(), rows, inputs, weight.data_ptr(), outputs, y.data_ptr(), by_inputs
     if rows and library.rounded_matmul(*pointers, torch.get_num_threads()):
         raise no_memory_error(rows, inputs)
     return y
@@ -51,11 +81,17 @@ def add_rounded_outer(sums: Tensor, left: Tensor, right: Tensor, strip: int) -> 
     library = _ready(left, right, sums)
     if isinstance(library, Declined):
         return library
+    if any(tensor.requires_grad for tensor in (sums, left, right)):
+        return _OPERANDS
+    _add_outer(library, sums, left, right, strip)
+    return None
+
+
+def _add_outer(library: Native, sums: Tensor, left: Tensor, right: Tensor, strip: int) -> None:
     rows = len(left)
     pointers = left.data_ptr(), left.shape[1], right.data_ptr(), right.shape[1], rows, sums.data_ptr()
     if rows and library.rounded_outer(*pointers, strip, torch.get_num_threads()):
         raise no_memory_error(rows, left.shape[1])
-    return None
 
 
 def _ready(*tensors: Tensor) -> Native | Declined:
@@ -63,7 +99,7 @@ def _ready(*tensors: Tensor) -> Native | Declined:
     if backend.matmul.fp32_precision != "bf16":
         return _PRECISION
     for tensor in tensors:
-        if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous() or tensor.requires_grad:
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
             return _OPERANDS
     return _library()
 

@@ -204,7 +204,9 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         round_weight=function("round_weight", c_int, ctypes.POINTER(CRounding), c_int),
         pack_codes=function("pack_codes", None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int),
         solve_columns=function("solve_columns", None, ctypes.POINTER(CColumns), c_int),
-        rounded_matmul=function("rounded_matmul", c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, c_int),
+        rounded_matmul=function(
+            "rounded_matmul", c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, *[c_int] * 2
+        ),
         rounded_outer=function("rounded_outer", c_int, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64, c_int),
         rounds=bool(function("rounded_products", c_int)()),
         experts_matmul=function("experts_matmul", c_int, c_void_p, c_int),

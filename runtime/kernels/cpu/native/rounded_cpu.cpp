@@ -94,8 +94,9 @@ inline void multiply_tile(const Pair* left, int64_t step, const Pair* panel, int
 // Whether the functions below compute; if not, they return 2.
 EXPORT int rounded_products() { return ROUNDS; }
 
-// y [rows, outputs] = x [rows, inputs] times w [outputs, inputs], transposed. Returns 1 if there is no memory.
-EXPORT int rounded_matmul(const float* x, int64_t rows, int64_t inputs, const float* w, int64_t outputs, float* y, int threads) {
+// y [rows, outputs] = x [rows, inputs] times w [outputs, inputs], transposed, or, where `by_inputs`, w [inputs, outputs]. Returns 1 if
+// there is no memory.
+EXPORT int rounded_matmul(const float* x, int64_t rows, int64_t inputs, const float* w, int64_t outputs, float* y, int by_inputs, int threads) {
 #if ROUNDS
     const int64_t pairs = parts_of(inputs, 2), groups = parts_of(rows, WIDE), panels = parts_of(outputs, ACROSS);
     // Each thread packs a panel of w at a time, which then stays in its cache. Few panels are shared by several threads.
@@ -110,7 +111,9 @@ EXPORT int rounded_matmul(const float* x, int64_t rows, int64_t inputs, const fl
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < panels * parts; task++) {
             const int64_t column = task / parts * ACROSS, part = task % parts;
-            for (int64_t v = 0; v < ACROSS; v += WIDE) pack_rows(w, outputs, inputs, column + v, panel + v, ACROSS);
+            if (by_inputs) pack_columns(w, inputs, outputs, task / parts, panel);
+            else
+                for (int64_t v = 0; v < ACROSS; v += WIDE) pack_rows(w, outputs, inputs, column + v, panel + v, ACROSS);
             for (int64_t row = groups * part / parts * WIDE; row < std::min(rows, groups * (part + 1) / parts * WIDE); row += HIGH)
                 multiply_tile<false>(left.pairs + row / WIDE * pairs * WIDE + row % WIDE, WIDE, panel, pairs, y + row * outputs + column, outputs, rows - row, outputs - column);
         }
