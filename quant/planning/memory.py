@@ -64,6 +64,7 @@ class QuantizationWork:
     tunes_codes: bool = False  # of all blocks, end to end
     output_moments: bool = False  # of gradients, for Hessians of the whole model
     keeps_inputs: bool = False  # of the last product of a part, in bf16, if there is room
+    native_products: bool = False  # with gradients too: oneDNN compiles none
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
@@ -240,12 +241,13 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = _whole_windows(at_once, work.seq)
     blocks = 3 * _FLOAT * _weights(_largest(config))
-    passing = _FLOAT * tokens * trained_values(_largest(config)) + _expert_kernels(config)
+    passing = _FLOAT * tokens * trained_values(_largest(config)) + _expert_kernels(work)
     return streams, max(head, blocks + passing + 3 * _SMALL)
 
 
-def _expert_kernels(config: ModelConfig) -> int:
-    return _EXPERT_KERNELS if any(isinstance(layer.mlp, ExpertsSpec) for layer in config.layer_specs) else 0
+def _expert_kernels(work: QuantizationWork) -> int:
+    mixture = any(isinstance(layer.mlp, ExpertsSpec) for layer in work.config.layer_specs)
+    return _EXPERT_KERNELS if mixture and not work.native_products else 0
 
 
 def _moment_bytes(work: QuantizationWork) -> int:
@@ -280,7 +282,7 @@ def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
     if work.output_moments:  # those of all blocks, and the error of a batch twice more
         trained += _moment_bytes(work) + 2 * _FLOAT * BATCH * work.seq * work.config.stream_width
-    trained += _expert_kernels(work.config)
+    trained += _expert_kernels(work)
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 
@@ -304,7 +306,7 @@ def _tuning_model(work: QuantizationWork) -> tuple[int, int]:
     if work.tunes_codes:  # each as a level, its gradient, two moments and the best level so far
         codes += 5 * _FLOAT * codes
     # Writing the blocks leaves _SMALL behind.
-    resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL + _expert_kernels(config)
+    resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL + _expert_kernels(work)
     streams = _FLOAT * work.tokens * config.stream_width + _side_inputs(config, work.tokens)
     training = _FLOAT * tokens * trained_values(_largest(config))
     return streams, resident + max(training + block, min(training, _PIECES) + logits)

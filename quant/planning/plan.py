@@ -138,6 +138,7 @@ def plan_quantization(
         context=min(REPORT_CONTEXT, config.max_context),
         output_moments=recipe.hessian == "model",
         keeps_inputs=not settings.gpu and rounds(),
+        native_products=not settings.gpu and rounds(),
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
     need = fitting_need(work, tokens_at_once(settings.gpu), settings)
