@@ -92,7 +92,7 @@ def test_progress_ends_at_the_number_of_tensors_and_the_size_is_that_of_the_file
 
 @pytest.mark.parametrize(("name", "group"), [("int4-g32", 32), ("int4-channel", -1)])
 def test_the_config_describes_the_words(name: str, group: int, copies: dict[str, Path], tmp_path: Path) -> None:
-    """Other programs choose their kernels by it; a group of -1 is a whole row."""
+    """Other programs choose their kernels by the group; -1 is a whole row."""
     expected = {
         "gptq": {"bits": 4, "group_size": group, "desc_act": False, "sym": True},
         "awq": {"bits": 4, "group_size": group, "zero_point": True, "modules_to_not_convert": None},

@@ -62,7 +62,7 @@ def test_codes_move_where_they_may() -> None:
 
 
 def test_gradients_pass_straight_through_the_rounding() -> None:
-    """Against separate operations; some levels are beyond the end of the grid."""
+    """Compare with separate operations; some levels are beyond the end of the grid."""
     generator = torch.Generator().manual_seed(3)
     grid = Grid(Packing(3, 32), torch.bfloat16)
     quantized = rtn.solve(torch.randn(6, 64, generator=generator), grid).quantized

@@ -1,4 +1,4 @@
-"""Tests of the blocks of layers with a sliding window, by what a cache would hold after every operation."""
+"""Test the blocks of layers with a sliding window, by what a cache would hold after every operation."""
 
 import random
 
