@@ -106,7 +106,7 @@ def _check(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial
         if trial.context > folder.config.max_context:
             message = f"{trial.name} needs {trial.context} tokens of context, {model} supports "
             raise UsageError(f"{message}{folder.config.max_context}", "use a smaller -p, -n or -d")
-        # Repetitions reuse the depth again and again, which `run` and `serve` would do for the last ones only.
+        # Every repetition starts from the cached depth, whose blocks of a window could have been evicted by then.
         config = replace(engine, context=trial.context, sequences=trial.sequences, whole_windows=True)
         plans.append(plan_memory(folder, placement, config))
     partial = (plan for plan in plans if plan.expert_slots is not None)

@@ -32,7 +32,7 @@ class Chunk:
         return self.start + len(self.tokens)
 
     def blocks_of(self, windowed: bool) -> tuple[int, ...]:
-        """Return the blocks of a layer."""
+        """Return the blocks of layers with a window, or of the others."""
         return self.window_blocks if windowed and self.window_blocks is not None else self.blocks
 
 
@@ -108,14 +108,19 @@ class Batch:
 
     def _table(self, windowed: bool) -> Tensor:
         widest = max(len(chunk.blocks) for chunk in self.chunks)
-        rows = [chunk.blocks_of(windowed) for chunk in self.chunks]
-        return self._tensor([[*row, *[0] * (widest - len(row))] for row in rows], torch.int32)
+        return self._tensor(table_rows(self.chunks, widest, windowed), torch.int32)
 
     @cached_property
     def logits_at(self) -> Tensor:
         # int64 [rows]: the rows whose logits are returned, in order.
         ends = zip(self.first_rows[1:], self.chunks, strict=True)
         return self._tensor([row for end, chunk in ends for row in range(end - chunk.logits, end)], torch.int64)
+
+
+def table_rows(chunks: Sequence[Chunk], width: int, windowed: bool) -> list[list[int]]:
+    """Return the first `width` blocks of each chunk, padded with 0; windowed: those of layers with a window."""
+    rows = [chunk.blocks_of(windowed)[:width] for chunk in chunks]
+    return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
 def token_positions(chunks: Sequence[Chunk]) -> Tensor:

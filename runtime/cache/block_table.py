@@ -119,7 +119,7 @@ class BlockTable:
             copied = self._append()
             if copied:
                 windows.copy(source, self.window_blocks[-1])
-            windows.release(source)
+            windows.release([source])
         if copied:
             pool.copy(node.block, self.blocks[-1])
         return copied
@@ -131,7 +131,7 @@ class BlockTable:
         block = None if window is None else pool.allocate()
         if block is None:
             if windows is not None and window is not None:
-                windows.release(window)
+                windows.release([window])
             return False
         self.blocks.append(block)
         if windows is not None and window is not None:
@@ -160,7 +160,7 @@ class BlockTable:
     def _release_passed(self) -> None:
         windows = self._pool.windows
         while windows is not None and self._passed < windows.first_seen(self.length):
-            windows.release(self.window_blocks[self._passed])
+            windows.release([self.window_blocks[self._passed]])
             self.window_blocks[self._passed] = NONE
             self._passed += 1
 
@@ -219,9 +219,8 @@ class BlockTable:
             if len(node.tokens) == self.length - at:
                 self._remember_window(node, self._indexed)
         self._release_states(node, at, reusable=tokens is not None)
-        for window in reversed(self.window_blocks[self._passed :]):
-            assert self._pool.windows is not None
-            self._pool.windows.release(window)
+        if self._pool.windows is not None:
+            self._pool.windows.release(reversed(self.window_blocks[self._passed :]))
         self._pool.release(reversed(self.blocks))
         self.blocks, self.length, self._node, self._indexed = [], 0, index.root, 0
         self.window_blocks, self._passed = [], 0

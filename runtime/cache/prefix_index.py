@@ -232,7 +232,7 @@ class PrefixIndex:
             if self.states is not None:
                 self.states.drop(node.states)
             if self.windows is not None:
-                self.windows.forget(node.window)
+                self.windows.forget(node.window.block)
             if node.block in self._idle:
                 del self._idle[node.block]
                 freed.append(node.block)

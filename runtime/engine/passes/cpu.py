@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from ctypes import addressof, c_int32, c_int64, c_uint8
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Batch, Chunk, token_positions
+from mycli.runtime.cache.batch import Batch, Chunk, table_rows, token_positions
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
 from mycli.runtime.device.placement import decline_dtype, dtype_name
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
@@ -59,11 +60,8 @@ class _PassRows:
         starts, lengths, states, drafts = [0], list[int](), list[int](), list[int]()
         self.drafted: list[tuple[Chunk, int]] = []
         width = max([len(chunk.blocks) for chunk in chunks])
-        blocks = [block for chunk in chunks for block in (*chunk.blocks, *[0] * (width - len(chunk.blocks)))]
-        windows = blocks
-        if chunks[0].window_blocks is not None:
-            rows = [chunk.blocks_of(windowed=True) for chunk in chunks]
-            windows = [block for row in rows for block in (*row, *[0] * (width - len(row)))]
+        blocks = list(chain(*table_rows(chunks, width, windowed=False)))
+        windows = blocks if chunks[0].window_blocks is None else list(chain(*table_rows(chunks, width, windowed=True)))
         for chunk in chunks:
             if chunk.drafted:
                 self.drafted.append((chunk, starts[-1]))

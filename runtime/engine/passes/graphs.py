@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.batch import Chunk, table_rows
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
 from mycli.runtime.errors import Declined
@@ -100,7 +100,7 @@ class StepInput:
         return self.tokens.shape[1]
 
     def table_of(self, windowed: bool) -> Tensor:
-        """Return the block table of a layer."""
+        """Return the block table of layers with a window, or of the others."""
         return self.window_table if windowed and self.window_table is not None else self.block_table
 
     def last_rows(self, x: Tensor) -> Tensor:
@@ -130,9 +130,8 @@ class StepInput:
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
         for table, windowed in ((self.block_table, False), (self.window_table, True)):
             if table is not None:
-                rows = [chunk.blocks_of(windowed)[:used] for chunk in chunks]
-                padded = torch.tensor([[*row, *[0] * (used - len(row))] for row in rows], dtype=torch.int32)
-                table[: len(chunks), :used].copy_(padded.clamp_(min=0), non_blocking=True)
+                rows = torch.tensor(table_rows(chunks, used, windowed), dtype=torch.int32)
+                table[: len(chunks), :used].copy_(rows.clamp_(min=0), non_blocking=True)
 
 
 def capture_or_launch(capture: Capture, works: Sequence[Launches], report: OnDecline) -> Sequence[Launches]:

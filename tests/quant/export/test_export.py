@@ -1,7 +1,6 @@
 """Check that exports are read back with equal weights, refused where that is impossible, and rounded on request."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.quantizers.quantizers_utils import should_convert_module
 
-from mycli.quant.export import ExportRequest, find_export_target, mlx, targets
+from mycli.quant.export import ExportRequest, find_export_target, targets
 from mycli.quant.export._folder import only_packing
 from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.recipe import Recipe
@@ -23,11 +20,8 @@ from mycli.runtime.checkpoint.formats import read_dense
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.models.part_spec import LinearSpec
-from mycli.runtime.quantization.packed_weight import PackedWeight, pack
-from mycli.runtime.quantization.scheme import Packing
 from tests.support import quantizing
-from tests.support.exports import dense_values, export_to
+from tests.support.exports import dense_values, export_to, packed_family, same
 from tests.support.families import CASES, class_of, make
 from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU, random_model
@@ -42,18 +36,6 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         recipe = Recipe(method="rtn", bits=bits, group=group)
         folders[name] = quantizing.make(Source("dense", folders["dense"]), base / name, recipe).folder
     return folders
-
-
-# Sizes that fill groups of 32 and words of AWQ.
-WIDE = {
-    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 LOSSLESS = [
@@ -318,32 +300,6 @@ def test_a_head_of_another_width_is_written_dequantized(tmp_path: Path, layout: 
     assert head.dtype == torch.bfloat16 and torch.equal(head, expected.bfloat16())
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe-shared", "qwen3_5-delta"])
-def test_routers_and_gates_are_listed_as_not_packed(name: str, tmp_path: Path) -> None:
-    """Readers replace all linears but those that the config names: shared_expert_gate, in_proj_a and others."""
-    model_type, changes = CASES[name]
-    original = make(tmp_path / "dense", model_type, {**changes, **WIDE})
-    recipe = Recipe("rtn", bits=4, group=32, head="keep")
-    packed = open_model_folder(quantizing.make(Source("dense", tmp_path / "dense"), tmp_path / "packed", recipe).folder)
-    gates = {linear.name for layer in packed.config.layer_specs for linear in layer.unquantized}
-    sections = {}
-    for layout in ("gptq", "awq"):
-        done = export_to(packed.path, layout, tmp_path / layout, requantize=True)
-        assert open_model_folder(done.path).packings.keys() == packed.packings.keys()
-        assert done.separate_experts == (name == "qwen2_moe-shared")
-        sections[layout] = json.loads((done.path / "config.json").read_text())["quantization_config"]
-    listed = sections["awq"]["modules_to_not_convert"]
-    linears = [name for name, module in original.named_modules() if isinstance(module, torch.nn.Linear)]
-    converted = {name for name in linears if should_convert_module(name, [*listed, "lm_head"])}
-    assert converted == {name for name in linears if name in packed.packings} and gates & {*linears}
-    # As vLLM and SGLang: a name that contains one of the list.
-    assert not any(gate in name for gate in listed for name in packed.packings) and gates == {*listed}
-    rules = sections["gptq"]["dynamic"]
-    assert len(rules) < len(gates) and all(rule.startswith("-:") for rule in rules)
-    matching = {name for name in (*gates, *packed.packings) if any(re.match(rule[2:], name) for rule in rules)}
-    assert matching == gates
-
-
 def test_a_dtype_has_one_name(tmp_path: Path) -> None:
     """A model of transformers 4 names its dtype torch_dtype, which would contradict that of the export."""
     folder = random_model(tmp_path / "old", dtype=None, torch_dtype="bfloat16")
@@ -354,65 +310,13 @@ def test_a_dtype_has_one_name(tmp_path: Path) -> None:
         assert config["dtype"] == dtype and "torch_dtype" not in config
 
 
-def _packed(folder: Path, case: str, recipe: Recipe, **changes: int) -> Path:
-    model_type, others = CASES[case]
-    make(folder / "dense", model_type, {**others, **changes})
-    return quantizing.make(Source("dense", folder / "dense"), folder / "packed", recipe).folder
-
-
-@pytest.mark.parametrize("layout", ["gptq", "awq"])
-def test_routers_are_listed_by_the_names_of_the_files_too(layout: str, tmp_path: Path) -> None:
-    """Readers compare the list with their modules, which published code and transformers name differently."""
-    packed = _packed(tmp_path, "nemotron_h-every-kind", Recipe("rtn", bits=4, group=32), **WIDE)
-    done = export_to(packed, layout, tmp_path / layout, requantize=True)
-    section = json.loads((done.path / "config.json").read_text())["quantization_config"]
-    stored = {name for name in load_file(done.path / "model.safetensors") if name.endswith(".mixer.gate.weight")}
-    assert stored and all(name.startswith("backbone.layers.") for name in stored)
-    for name in {*stored, *(name.replace("backbone.", "model.") for name in stored)}:
-        module = name.removesuffix(".weight")
-        if layout == "gptq":
-            assert any(re.match(rule[2:], module) for rule in section["dynamic"])
-        else:
-            assert module in section["modules_to_not_convert"]
-
-
-def test_a_gate_that_other_layers_pack_is_listed_by_its_layer(tmp_path: Path) -> None:
-    packed = _packed(tmp_path, "bailing_hybrid-8top3", Recipe("rtn", bits=4, group=32), **WIDE)
-    done = export_to(packed, "gptq", tmp_path / "gptq", requantize=True)
-    rules = json.loads((done.path / "config.json").read_text())["quantization_config"]["dynamic"]
-    linears = {name.rpartition(".")[::2] for name in load_file(done.path / "model.safetensors")}
-    gates = {
-        kind: [module for module, part in linears if module.endswith(".g_proj") and part == kind]
-        for kind in ("weight", "qweight")
-    }
-    assert all(gates.values())
-    for kind, modules in gates.items():
-        for module in modules:
-            assert any(re.match(rule[2:], module) for rule in rules) == (kind == "weight")
-
-
-def test_mlx_names_widths_by_the_names_of_the_files(tmp_path: Path) -> None:
-    """mlx-lm looks a module up by its own name, which is that of its tensors."""
-    recipe = Recipe("rtn", bits=4, group=32, head="keep", target_bpw=5.0, widths=(8, 4, 4, 4) * 3)
-    packed = _packed(tmp_path, "exaone-llama3", recipe, **WIDE)
-    done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
-    section = json.loads((done.path / "config.json").read_text())["quantization"]
-    stored = load_file(done.path / "model.safetensors")
-    wide = {name for name, settings in section.items() if isinstance(settings, dict)}
-    assert wide == {
-        f"transformer.h.{layer}.attn.attention.{part}_proj" for layer in range(3) for part in ("q", "k", "v")
-    }
-    assert all(section[name]["bits"] == 8 and f"{name}.scales" in stored for name in wide)
-    assert same(dense_values(packed), dense_values(done.path))
-
-
 @pytest.mark.parametrize("layout", ["gptq", "awq", "mlx"])
 @pytest.mark.parametrize("case", ["gpt_neox-parallel", "falcon-40b-biases-untied", "gpt2-tied"])
 def test_layouts_without_joined_linears_refuse_families_whose_files_have_them(
     case: str, layout: str, tmp_path: Path
 ) -> None:
     """Queries, keys and values would be packed apart, and other programs would not find theirs."""
-    packed = _packed(tmp_path, case, Recipe("rtn", bits=4, group=None, head="keep"))
+    packed = packed_family(tmp_path, case, Recipe("rtn", bits=4, group=None, head="keep"))
     with pytest.raises(ModelError, match=r"0\.(self_attention|attention|attn)\.(query_key_value|c_attn)"):
         export_to(packed, layout, tmp_path / layout, requantize=True)
 
@@ -423,50 +327,6 @@ def test_packed_rows_that_do_not_fill_blocks_are_written_as_floats(tmp_path: Pat
     done = export_to(packed, "gguf", tmp_path / "out")
     assert done.kinds["Q4_0"] == 18 and not done.rounded
     assert same(dense_values(packed), dense_values(done.path))
-
-
-@pytest.mark.parametrize(("case", "stack"), [("qwen2_moe-shared", "switch_mlp"), ("dots1-8top2", "experts")])
-def test_mlx_stacks_experts_under_its_name_of_them(case: str, stack: str, tmp_path: Path) -> None:
-    packed = _packed(tmp_path, case, Recipe("rtn", bits=4, group=32, head="keep"), **WIDE)
-    done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
-    scales = {name: tensor for name, tensor in load_file(done.path / "model.safetensors").items() if "scales" in name}
-    stacks = {name.split(".")[4]: len(tensor) for name, tensor in scales.items() if tensor.dim() == 3}
-    assert stacks == {stack: 8} and same(dense_values(packed), dense_values(done.path))
-
-
-@pytest.mark.parametrize("case", ["apertus-llama3", "llama4-without-experts-tied"])
-def test_mlx_has_tensors_of_one_value_and_llama4_without_experts(case: str, tmp_path: Path) -> None:
-    packed = _packed(tmp_path, case, Recipe("rtn", bits=4, group=32, head="keep"), **WIDE)
-    done = export_to(packed, "mlx", tmp_path / "mlx", requantize=True)
-    assert same(dense_values(packed), dense_values(done.path))
-
-
-def test_mlx_has_no_baichuan(tmp_path: Path) -> None:
-    model_type, changes = CASES["baichuan-mha"]
-    make(tmp_path / "dense", model_type, {**changes, "hidden_size": 64, "intermediate_size": 64})
-    packed = quantizing.make(Source("dense", tmp_path / "dense"), tmp_path / "int4").folder
-    with pytest.raises(ModelError, match="baichuan: mlx-lm has no such model"):
-        export_to(packed, "mlx", tmp_path / "mlx")
-
-
-@pytest.mark.parametrize("change", [{"codes": "e2m1"}, {"permuted": True}, {"bits": 7}, {"group_size": 48}], ids=str)
-def test_packings_that_mlx_does_not_hold_are_refused(change: dict[str, Any]) -> None:
-    packing, spec = replace(Packing(4, 32), **change), LinearSpec("a", 96, 96)
-    weights = cast(Weights, SimpleNamespace(packings={"a": packing}, linears={"a.weight": spec}))
-    with pytest.raises(ModelError, match="which MLX does not hold"):
-        mlx._group(weights, "a.weight")
-
-
-def test_biases_that_mlx_would_round_are_refused() -> None:
-    """Scales may fit bf16 when offsets, which become biases, do not."""
-    offsets = torch.full((4, 1), 1.0 + 2**-10)
-    weight = PackedWeight(
-        pack(torch.ones(4, 32, dtype=torch.uint8), 4), torch.ones(4, 1), Packing(4, 32, offsets=True), 32, offsets
-    )
-    with pytest.raises(ModelError, match="bfloat16 does not hold"):
-        mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=False)
-    _, error = mlx._converted(weight, "a.weight", 32, torch.bfloat16, rounding=True)
-    assert error == pytest.approx((2**-10 / (6 - 2**-10)) ** 2)  # codes of 1 mean -6 + 2^-10
 
 
 @pytest.mark.parametrize(

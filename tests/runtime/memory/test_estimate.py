@@ -178,37 +178,6 @@ def test_of_per_layer_inputs_a_row_of_each_sequence_is_read_and_the_projections_
         assert outside == 2 * (batch * 30 * 256 + projections)
 
 
-def test_a_sliding_window_bounds_what_is_read_and_held() -> None:
-    model = plan("Mistral-7B-v0.1", context=32768)
-    assert bytes_per_step(model, 4096) == bytes_per_step(model, 32768)
-    assert cache_bytes(model) == cache_bytes(replace(model, context=16384))
-    assert cache_bytes(replace(model, context=8192)) == 2 * cache_bytes(replace(model, context=4096))
-    assert cache_bytes(replace(model, whole_windows=True)) == 8 * cache_bytes(replace(model, context=4096))
-
-
-@pytest.mark.parametrize("gpu, blocks", [(False, 47), (True, 71)])
-def test_layers_with_a_window_hold_fewer_blocks_than_the_others(gpu: bool, blocks: int) -> None:
-    """In Gemma 3 every sixth layer sees all positions; the others 1,024, besides the tokens of a pass."""
-    model = replace(plan("gemma-3-4b", context=32768), gpu=gpu)
-    layer = 2 * 4 * 256 * 2
-    assert cache_bytes(model) == 5 * 32768 * layer + 29 * blocks * 64 * layer
-    assert cache_bytes(replace(model, running=32, batch=32)) < 32 * cache_bytes(model)
-
-
-def test_a_longer_context_never_needs_a_smaller_cache() -> None:
-    for name in ("gemma-3-1b", "gpt-oss-20b", "Mistral-7B-v0.1"):
-        for batch in (1, 3):
-            sizes = [cache_bytes(replace(plan(name, context=64 * count), batch=batch)) for count in range(1, 200)]
-            assert sizes == sorted(sizes)
-
-
-def test_a_draft_model_holds_every_position() -> None:
-    draft = plan("gemma-3-270m")
-    model = replace(plan("gemma-3-4b", context=32768), draft=draft)
-    all_positions = replace(draft, context=32768, whole_windows=True)
-    assert estimate(model).draft == weight_bytes(draft) + embedding_bytes(draft) + cache_bytes(all_positions)
-
-
 def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
     assert mask_bytes(plan("Llama-3.1-8B", context=512)) == 0
     assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == 512 * 8192 * 3
