@@ -121,7 +121,7 @@ class Metrics:
             self._first.observe(now - submitted)
             self._queue.observe(queued)
             self._prefill.observe(max(now - submitted - queued, 0.0))
-        elif last is not None and tokens:
+        elif last is not None:
             for _ in range(tokens):
                 self._between.observe((now - last) / tokens)
 
