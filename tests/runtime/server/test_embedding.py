@@ -50,11 +50,11 @@ def test_a_length_that_leaves_nothing_or_exceeds_the_model_is_refused(fields: di
 
 
 @pytest.mark.parametrize(
-    ("longest", "kept"),
+    ("longest", "left"),
     [(None, [1, 2, 3, 4]), (5, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (3, [1, 2, 4]), (2, [1, 4]), (1, [4])],
 )
-def test_a_text_that_is_cut_ends_with_its_last_token(longest: int | None, kept: list[int]) -> None:
-    assert cut_ids([1, 2, 3, 4], longest) == kept
+def test_a_text_that_is_cut_ends_with_its_last_token(longest: int | None, left: list[int]) -> None:
+    assert cut_ids([1, 2, 3, 4], longest) == left
 
 
 def test_the_last_piece_has_the_vector_or_the_scores() -> None:

@@ -99,8 +99,8 @@ def test_alternatives_come_with_logprobs_alone() -> None:
 
 def test_a_format_is_any_text_json_or_a_schema() -> None:
     assert read_format(OllamaRequest(format="")) is None is read_format(OllamaRequest())
-    found = [read_format(OllamaRequest(format=form)) for form in ("json", {"type": "integer"})]
-    assert [None if form is None else (form.type, form.place) for form in found] == [
+    formats = [read_format(OllamaRequest(format=form)) for form in ("json", {"type": "integer"})]
+    assert [None if form is None else (form.type, form.place) for form in formats] == [
         ("json_object", "format"),
         ("json_schema", "format"),
     ]

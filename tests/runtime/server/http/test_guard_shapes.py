@@ -17,7 +17,7 @@ from mycli.runtime.tokenizer.prompt_difference import Difference
 
 @dataclass
 class Seen:
-    """What one request through the guard left behind."""
+    """The traces of a request through the guard."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)

@@ -63,12 +63,12 @@ def test_a_developer_is_the_system_where_templates_have_none() -> None:
 
 
 def test_ids_of_calls_have_nine_characters_where_a_template_requires_them() -> None:
-    said, first, second = rendered(
+    calls, first, second = rendered(
         [called("call_1", "abcDEF123"), result("call_1"), result("abcDEF123")], "tools length != 9"
     )
-    ids = [entry["id"] for entry in said.tool_calls]
+    ids = [entry["id"] for entry in calls.tool_calls]
     assert len(ids[0]) == 9 and ids[0].isalnum() and ids[1] == "abcDEF123"
-    assert [first.tool_call_id, second.tool_call_id] == ids and said.tool_call_id == ""
+    assert [first.tool_call_id, second.tool_call_id] == ids and calls.tool_call_id == ""
 
 
 @pytest.mark.parametrize(
@@ -83,27 +83,27 @@ def test_ids_of_calls_have_nine_characters_where_a_template_requires_them() -> N
 )
 def test_ids_name_their_function_where_templates_write_them(source: str, ids: list[str]) -> None:
     messages = [called("a", "b"), result("b"), result("a"), called("c"), result("c"), result("d")]
-    found = rendered(messages, source)
-    assert [entry["id"] for message in found for entry in message.tool_calls] == ids
-    answered = [message.tool_call_id for message in found if message.role == "tool"]
+    written = rendered(messages, source)
+    assert [entry["id"] for message in written for entry in message.tool_calls] == ids
+    answered = [message.tool_call_id for message in written if message.role == "tool"]
     assert answered == [ids[1], ids[0], ids[2], "d"]
 
 
 def test_text_before_a_call_is_reasoning_where_a_template_refuses_both() -> None:
     source = "tools Cannot pass both content and thinking"
     both = called("a", content="I look.", reasoning="Hm.")
-    (found,) = rendered([both], source)
-    assert (found.content, found.reasoning) == ("", "Hm.\n\nI look.")
+    (written,) = rendered([both], source)
+    assert (written.content, written.reasoning) == ("", "Hm.\n\nI look.")
     for message in (called("a", content="I look."), called("a", reasoning="Hm."), Message("assistant", "x", (), "Hm.")):
         assert rendered([message], source) == [message]
     assert rendered([both]) == [both]
 
 
-def test_calls_have_messages_of_their_own_where_a_template_writes_the_first_alone() -> None:
-    said = called("a", "b", content="I look.", reasoning="Hm.")
-    messages = [said, result("b", "B"), result("x", "X"), result("a", "A"), Message("user", "Well?"), called("c")]
-    found = rendered(messages, "tools tool_calls[0]")
-    assert found == [
+def test_calls_are_split_where_a_template_writes_the_first_alone() -> None:
+    calls = called("a", "b", content="I look.", reasoning="Hm.")
+    messages = [calls, result("b", "B"), result("x", "X"), result("a", "A"), Message("user", "Well?"), called("c")]
+    written = rendered(messages, "tools tool_calls[0]")
+    assert written == [
         called("a", content="I look.", reasoning="Hm."),
         result("a", "A"),
         called("b"),
@@ -111,7 +111,7 @@ def test_calls_have_messages_of_their_own_where_a_template_writes_the_first_alon
         result("x", "X"),
         *messages[4:],
     ]
-    assert rendered([said], "tools tool_calls[0]") == found[:1] + found[2:3]  # without results
+    assert rendered([calls], "tools tool_calls[0]") == written[:1] + written[2:3]  # without results
     assert rendered(messages, "tools tool_calls[0] {% for c in m.tool_calls %}") == messages
 
 
@@ -122,7 +122,7 @@ SYSTEMS = [Message("system", "One."), Message("user", "Hi"), Message("system", "
     ("refuses", "tried"),
     [
         ((), 1),
-        ((1,), 2),  # with one system message
+        ((1,), 2),  # with a single system message
         ((1, 2), 3),  # with single calls
         ((1, 2, 3), 4),  # with both
     ],
@@ -177,9 +177,9 @@ def test_a_difference_has_the_text_around_it() -> None:
     assert AROUND < 200
     first, second = ([*(ord("a") for _ in range(200)), *map(ord, tail * 200)] for tail in "xy")
     tokenizer = cast(Tokenizer, Template())
-    found = compare_prompts(tokenizer, (first, NO_PARTS), (second, NO_PARTS))
-    assert (found.tokens, found.first, found.second, found.continues) == (200, 400, 400, False)
-    assert (found.before, found.earlier, found.later) == ("a" * AROUND, "x" * AROUND, "y" * AROUND)
+    difference = compare_prompts(tokenizer, (first, NO_PARTS), (second, NO_PARTS))
+    assert (difference.tokens, difference.first, difference.second, difference.continues) == (200, 400, 400, False)
+    assert (difference.before, difference.earlier, difference.later) == ("a" * AROUND, "x" * AROUND, "y" * AROUND)
     short = compare_prompts(tokenizer, ([1, ord("x")], NO_PARTS), ([1, ord("y")], NO_PARTS))
     assert (short.before, short.earlier, short.later) == ("\x01", "x", "y")
     longer = compare_prompts(tokenizer, (second[:300], NO_PARTS), (second, NO_PARTS))

@@ -16,7 +16,7 @@ from mycli.runtime.server.requests.schemas import (
 
 
 @pytest.mark.parametrize(
-    ("fields", "room", "kept"),
+    ("fields", "room", "left"),
     [
         ({}, 2, [1, 2, 3, 4]),
         ({"truncate_prompt_tokens": 3}, 2, [2, 3, 4]),
@@ -30,9 +30,9 @@ from mycli.runtime.server.requests.schemas import (
     ],
 )
 def test_a_prompt_is_cut_at_its_side_to_a_number_or_the_room(
-    fields: dict[str, Any], room: int, kept: list[int]
+    fields: dict[str, Any], room: int, left: list[int]
 ) -> None:
-    assert PromptTruncation(**fields).cut([1, 2, 3, 4], room) == kept
+    assert PromptTruncation(**fields).cut([1, 2, 3, 4], room) == left
 
 
 @pytest.mark.parametrize(
