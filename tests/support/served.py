@@ -194,6 +194,12 @@ def serving(loaded: LoadedModel, engine: Any, settings: ServerSettings | None = 
         assert not thread.is_alive()
 
 
+def unserved(loaded: LoadedModel, settings: ServerSettings | None = None, context: int = 64) -> Service:
+    """Return a service without a server, whose engine is not started: it prepares requests."""
+    engine: Any = ScriptedEngine(lambda request: [5], context)
+    return Service(settings or ServerSettings(("pico",)), loaded, EngineWorker(engine, 8, print), 0)
+
+
 Script = Callable[[Request], Sequence[int]]
 
 

@@ -16,10 +16,10 @@ from mycli.runtime.server import streaming
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
-from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.service import Prepared
 from mycli.runtime.server.streaming import answer, merged, off_loop, running
-from mycli.runtime.server.worker import EngineWorker, Ticket
-from tests.support.served import ScriptedEngine
+from mycli.runtime.server.worker import Ticket
+from tests.support.served import unserved
 from tests.support.virtual_time import run_in_virtual_time
 
 LIMITS = ServerLimits(ping_seconds=10, queue_seconds=30)
@@ -78,8 +78,7 @@ def test_pieces_of_a_reply_are_joined_in_the_order_of_replies() -> None:
 
 @pytest.mark.parametrize(("size", "pool"), [(0, "text"), (262_144, "text"), (262_145, "large")])
 def test_large_bodies_have_a_pool_for_themselves(loaded: LoadedModel, size: int, pool: str) -> None:
-    engine: Any = ScriptedEngine(lambda request: [5])
-    service = Service(ServerSettings(("pico",)), loaded, EngineWorker(engine, 8, print), 0)
+    service = unserved(loaded)
     name = asyncio.run(off_loop(service, lambda: current_thread().name, size))
     service.close()
     assert name.startswith(pool)
@@ -100,7 +99,7 @@ END = (Piece(tokens=(5,), end="stop"),)
 def test_a_reply_waits_for_its_first_token_only_as_long_as_the_limit(
     schedule: Schedule, pauses: list[int], failed: bool
 ) -> None:
-    """The pauses before each piece are counted by the empty lists, one for each `ping_seconds`."""
+    """The pauses before each piece are counted by the empty lists, which come every `ping_seconds`."""
     counted = [0]
 
     async def read() -> None:
@@ -124,7 +123,7 @@ def test_a_reply_waits_for_its_first_token_only_as_long_as_the_limit(
     ("times", "ttft", "tpot"),
     [
         pytest.param([(10, None, None, 0)], None, None, id="no-token"),
-        pytest.param([(10, 12, 12, 1)], 2, None, id="one-token"),
+        pytest.param([(10, 12, 12, 1)], 2, None, id="single-token"),
         pytest.param([(10, 12, 15, 2)], 2, 3, id="two-tokens"),
         pytest.param([(10, 12, 20, 5), (10, 11, 17, 3), (10, 14, 18, 2), (10, 13, 13, 1)], 1, 3, id="mean-of-replies"),
     ],
@@ -145,7 +144,7 @@ def test_a_request_has_the_time_of_its_first_token_and_the_mean_of_the_others(
 
 
 class Words:
-    """Writes one event for each piece with text, and names the other events."""
+    """Writes an event for every piece with text, and names the other events."""
 
     def begin(self) -> Iterable[bytes]:
         return [b"begin"]
@@ -169,7 +168,7 @@ class Words:
 def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces without events, such as parts of a call that is sent when it is complete, count as silence."""
     text, silent = Piece(parts=("text",), tokens=(5,)), Piece(tokens=(6,))
-    schedule = {4: [text], 8: [silent], 12: [silent], 14: [silent], 16: [silent], 20: [text]}
+    schedule: dict[float, list[Piece]] = {4: [text], 8: [silent], 12: [silent], 14: [silent], 16: [silent], 20: [text]}
     schedule |= {45: [Piece(parts=("last",), end="stop")]}
     sent: list[tuple[float, bytes, bool]] = []
 
