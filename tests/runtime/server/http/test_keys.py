@@ -62,6 +62,39 @@ def test_limits_are_of_requests_under_way_and_of_a_minute() -> None:
         pass
 
 
+@pytest.mark.parametrize(("seconds", "admitted"), [(59.5, False), (60.0, True)])
+def test_a_minute_ends_after_60_seconds(seconds: float, admitted: bool) -> None:
+    now = [5.0]
+    (key,) = parse_keys("ci aaaaaaaa rpm=1", "keys")
+    table = KeyTable([key], lambda: now[0])
+    with table.counted(key):
+        now[0] += seconds
+    if admitted:
+        with table.counted(key):
+            pass
+        return
+    with pytest.raises(ApiError, match="1 requests a minute") as error, table.counted(key):
+        pass
+    assert error.value.headers["retry-after"] == "1"
+
+
+def test_a_key_may_have_as_many_requests_as_its_limit() -> None:
+    (key,) = parse_keys("ci aaaaaaaa concurrent=2", "keys")
+    table = KeyTable([key])
+    with table.counted(key):
+        with table.counted(key), pytest.raises(ApiError, match="has 2 running requests"), table.counted(key):
+            pass
+        with table.counted(key):
+            pass
+
+
+def test_a_file_has_at_most_10000_keys() -> None:
+    lines = [f"key{number} secret{number:06}" for number in range(10_001)]
+    assert len(parse_keys("\n".join(lines[1:]), "keys")) == 10_000
+    with pytest.raises(UsageError, match="has 10001 keys"):
+        parse_keys("\n".join(lines), "keys")
+
+
 def test_each_key_is_let_in_logged_and_counted(scripted: Scripted) -> None:
     settings = ServerSettings(("pico",), keys=parse_keys(FILE, "keys"), log_format="json")
     with scripted("Hello there", settings=settings) as served:
