@@ -215,7 +215,7 @@ def test_a_filter_of_tokens_is_refused_by_name_next_to_a_grammar(service: Servic
 
 
 def test_a_bad_word_is_excluded_with_and_without_a_space_before_it(service: Service) -> None:
-    """As in vLLM: the word after a space only where it has as many tokens."""
+    """The word after a space counts only where it has as many tokens, as in vLLM."""
 
     def ids_of(text: str) -> tuple[int, ...]:
         return tuple(service.tag_ids(text))

@@ -166,7 +166,7 @@ class Words:
 
 
 def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces without events, such as parts of a call that is sent when it is complete, count as silence."""
+    """The pieces without events, such as parts of a call that is sent when it is complete, count as silence."""
     text, silent = Piece(parts=("text",), tokens=(5,)), Piece(tokens=(6,))
     schedule: dict[float, list[Piece]] = {4: [text], 8: [silent], 12: [silent], 14: [silent], 16: [silent], 20: [text]}
     schedule |= {45: [Piece(parts=("last",), end="stop")]}

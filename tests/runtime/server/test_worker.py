@@ -164,7 +164,7 @@ def test_a_request_for_one_reply_waits_among_requests_and_others_among_replies()
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_an_engine_that_lost_its_accelerator_takes_no_more_requests(lost: bool) -> None:
-    """Any other error fails the replies of its step alone."""
+    """The replies of a step alone fail by any other error."""
     kind = type("AcceleratorError" if lost else "OtherError", (RuntimeError,), {})
     engine, held, lines = ScriptedEngine(lambda request: [5]), Held(), list[str]()
     threads = EngineWorker(engine, 8, lines.append)
