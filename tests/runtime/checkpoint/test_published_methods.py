@@ -158,8 +158,9 @@ def test_modelopt_up_to_0_29_has_a_file_of_its_own(algorithm: str, tmp_path: Pat
     assert {packing.layout for packing in open_model_folder(tmp_path).packings.values()} == {"awq"}
 
 
-@pytest.mark.parametrize("head", [False, True])
-def test_gptq_tells_whether_the_head_is_quantized(head: bool) -> None:
+@pytest.mark.parametrize("head", [False, True, None], ids=str)
+def test_gptq_tells_whether_the_head_is_quantized(head: bool | None) -> None:
+    """Without the key, it is not."""
     actual = read_section({"quant_method": "gptq", "bits": 4, "group_size": 32, "lm_head": head})
     assert list(actual) == [name for name in NAMES if head or name != "lm_head"]
 

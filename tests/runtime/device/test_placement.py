@@ -64,6 +64,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"capability": (12, 0), "codes": ("sm_50", "sm_80", "sm_90")},
         "no code for sm_120, only for sm_50 to sm_90",
     ),
+    "F13-gpu-between": (
+        {"capability": (8, 0), "codes": ("sm_75", "sm_90")},
+        "no code for sm_80, only for sm_75 to sm_90",
+    ),
 }
 
 

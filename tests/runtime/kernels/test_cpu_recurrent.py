@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.recurrent import (
+    decline_convolution,
     native_convolve,
     native_delta_rule,
     native_gated_norm,
@@ -218,6 +219,11 @@ def test_what_the_native_code_does_not_take() -> None:
     for place in (2, 3, 4):  # rate, dt_bias, skip
         wrong = [*arguments[:place], arguments[place][:-1], *arguments[place + 1 :]]
         assert isinstance(native_scan(*wrong, states, one, channels), Declined)
+
+
+def test_the_native_convolution_takes_2_to_64_taps_of_whole_vectors() -> None:
+    assert all(decline_convolution(48, taps) is None for taps in (2, 64))
+    assert all(decline_convolution(channels, taps) for channels, taps in ((48, 1), (48, 65), (40, 4)))
 
 
 def test_gradients_pass_the_twins() -> None:

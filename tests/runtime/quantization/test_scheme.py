@@ -3,9 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from gguf import quants
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing, parse_packing, stacked_packing
+from mycli.runtime.quantization.scheme import (
+    BITS,
+    GROUP_SIZES,
+    INTEGER_TABLES,
+    Codes,
+    Packing,
+    parse_packing,
+    stacked_packing,
+)
 
 
 @pytest.mark.parametrize("group", [*GROUP_SIZES, None])
@@ -65,3 +74,19 @@ IQ4_XS = Packing(4, 32, "gguf", codes="iq4", scale_dtype="float32", byte_scales=
 )
 def test_several_packings_are_one_of_integers(packings: tuple[Packing | None, ...], stacked: Packing | None) -> None:
     assert stacked_packing(packings) == stacked
+
+
+@pytest.mark.parametrize(
+    ("codes", "values"),
+    [
+        ("iq4", set(quants.IQ4_NL.kvalues)),
+        ("iq3_xxs", {sign * value for value in quants.IQ3_XXS.grid_map for sign in (1, -1)}),
+        ("iq3_s", {sign * value for value in quants.IQ3_S.grid_map for sign in (1, -1)}),
+        ("iq2", {sign * value for value in quants.IQ2_XXS.grid_map for sign in (1, -1)}),
+        ("iq1", {value + shift for value in quants.IQ1_S.grid_map for shift in (0.125, -0.125)}),
+    ],
+)
+def test_tables_have_the_values_of_ggml_in_ascending_order(codes: Codes, values: set[float]) -> None:
+    table, unit = INTEGER_TABLES[codes], 0.125 if codes == "iq1" else 1
+    assert {entry * unit for entry in table} == values and list(table) == sorted(table)
+    assert len(table) in (8, 16), "a code of 3 or of 4 bits"

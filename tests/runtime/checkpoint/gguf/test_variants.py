@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.gguf_facts import FACTS, gguf_folder
@@ -23,6 +24,28 @@ def test_a_window_pattern_may_be_a_number(name: str, period: int, sliding: list[
     key = f"{facts['keys']['general.architecture']}.attention.sliding_window_pattern"
     config = gguf_folder({**facts, "keys": {**facts["keys"], key: period}}).config
     assert [window is not None for window in config.windows] == sliding
+
+
+@pytest.mark.parametrize(("period", "attention"), [(None, [3]), (3, [2])])
+@pytest.mark.parametrize("name", ["qwen3_5-delta", "qwen3_5_moe-8top3", "qwen3_next-8top3"])
+def test_files_without_a_list_of_recurrent_layers_have_a_period(
+    name: str, period: int | None, attention: list[int]
+) -> None:
+    """Each fourth layer has attention, unless the file says otherwise."""
+    facts = FACTS[name]
+    keys = {key: value for key, value in facts["keys"].items() if not key.endswith(("_layers", "_interval"))}
+    if period is not None:
+        keys[f"{keys['general.architecture']}.full_attention_interval"] = period
+    config = gguf_folder({**facts, "keys": keys}).config
+    assert [layer.index for layer in config.layer_specs if layer.recurrent is None] == attention
+
+
+def test_small_thinker_without_windows_rotates_in_all_layers() -> None:
+    facts, key = FACTS["smallthinker-layouts-softmax-tied"], "smallthinker.attention.sliding_window"
+    for keys in ({**facts["keys"], key: 0}, {name: value for name, value in facts["keys"].items() if name != key}):
+        config = gguf_folder({**facts, "keys": keys}).config
+        assert not any(config.windows) and all(config.layer_rope(layer) for layer in range(config.layers))
+        assert written_architecture(config).metadata(config)[key] == 0
 
 
 @pytest.mark.parametrize(
@@ -107,13 +130,14 @@ def test_older_files_of_minicpm_have_the_multipliers_of_the_2b_model() -> None:
     assert config.residual_scale == pytest.approx(1.4 / 3**0.5)
 
 
-def test_experts_of_granite_with_windows_need_no_shared_expert() -> None:
-    """llama.cpp's converter leaves out the key of its size if a model has none."""
-    facts = FACTS["granitemoe_swa-window7-shared"]
+@pytest.mark.parametrize(("name", "count"), [("granitemoe_swa-window7-shared", 1), ("bailing_hybrid-8top3", 2)])
+def test_some_mixtures_need_no_shared_expert(name: str, count: int) -> None:
+    """llama.cpp's converter leaves out the keys of shared experts if a model has none."""
+    facts = FACTS[name]
     keys = {key: value for key, value in facts["keys"].items() if "shared" not in key}
     tensors = {name: shape for name, shape in facts["tensors"].items() if "shexp" not in name}
     folder = gguf_folder({**facts, "keys": keys, "tensors": tensors})
-    assert len(keys) == len(facts["keys"]) - 1 and len(tensors) < len(facts["tensors"])
+    assert len(keys) == len(facts["keys"]) - count and len(tensors) < len(facts["tensors"])
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
 
 
