@@ -102,7 +102,7 @@ def read(raw: Fields) -> ModelConfig:
         shared=size,
     )
     chunked = hf_config.layers_of_type(raw, layers, lambda index: bool(rotates[index]), "chunked_attention")
-    chunk = raw.integer("attention_chunk_size") if raw.has("attention_chunk_size") and any(chunked) else None
+    chunk = raw.integer("attention_chunk_size") if any(chunked) else None
     rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"], interleaved=True)
     return ModelConfig(
         **fields,

@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "olmo_hybrid-heads": ("olmo_hybrid", {"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "not a multiple"),
     "mimo-wide-values": ("mimo_v2_flash", {"v_head_dim": 256}, "v_head_dim"),
     "mimo-absent-values": ("mimo_v2_flash", {"v_head_dim": None, "head_dim": 64}, "128 is more than head_dim 64"),
+    "chunks-null": ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size is missing"),
     "chunks-elsewhere": ("llama", {"attention_chunk_size": 16}, "attention_chunk_size"),
     "arcee-silu": ("arcee", {"hidden_act": "silu"}, "'silu' is not supported"),
     "gemma-silu": ("gemma2", {"hidden_activation": "silu"}, "'silu' is not supported"),
