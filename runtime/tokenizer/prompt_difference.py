@@ -95,13 +95,14 @@ def _name(tool: Tool) -> str:
 
 
 def _message_causes(first: Sequence[Message], second: Sequence[Message]) -> list[str]:
+    removed = len(first) - len(second)
     for index, (before, after) in enumerate(zip(first, second, strict=False)):
         if before == after:
             continue
-        if index + 1 < len(first) and list(second[index:]) == list(first[len(first) - len(second[index:]) :]):
+        if removed > 0 and list(second[index:]) == list(first[index + removed :]):
             return [f"messages were removed from message {index} on"]
         return [_message_cause(index, before, after)]
-    if len(second) < len(first):
+    if removed > 0:
         return [f"the messages from message {len(second)} on are missing"]
     return []
 

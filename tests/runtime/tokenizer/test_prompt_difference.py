@@ -44,6 +44,10 @@ CASES = {
         replace(PARTS, messages=(*MESSAGES[:2], MESSAGES[3])),
         ["messages were removed from message 2 on"],
     ),
+    "repeated": (
+        replace(PARTS, messages=(MESSAGES[0], *MESSAGES)),
+        ["message 1 is of system now, not of user"],
+    ),
     "role": (said(1, role="developer"), ["message 1 is of developer now, not of user"]),
     "reasoned-otherwise": (said(2, reasoning="It meows."), ["the reasoning of message 2 was changed"]),
     "calls": (said(2, tool_calls=({"name": "a"},)), ["the calls of message 2 changed"]),
