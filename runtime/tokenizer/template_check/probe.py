@@ -35,8 +35,12 @@ def user(index: int) -> Message:
     return Message("user", PLANTED_QUESTIONS[index])
 
 
-def assistant(index: int = 0, reasoning: str = "", calls: int = 0, call_id: str = "heron0000") -> Message:
-    """Return a reply, or a message of `calls` tool calls. The id has nine letters and digits, as Mistral requires."""
+def assistant(index: int, reasoning: str = "") -> Message:
+    return Message("assistant", PLANTED_ANSWERS[index], (), reasoning)
+
+
+def calling(calls: int, reasoning: str = "", call_id: str = "heron0000") -> Message:
+    """Return a message of `calls` tool calls. The id has nine letters and digits, as Mistral requires."""
     tool_calls = tuple(
         {
             "type": "function",
@@ -45,11 +49,12 @@ def assistant(index: int = 0, reasoning: str = "", calls: int = 0, call_id: str 
         }
         for number in range(calls)
     )
-    return Message("assistant", "" if calls else PLANTED_ANSWERS[index], tool_calls, reasoning)
+    return Message("assistant", "", tool_calls, reasoning)
 
 
-def result(number: int = 0, call_id: str = "heron0000") -> Message:
-    return Message("tool", RESULT, name=FUNCTION, tool_call_id=call_id[:-1] + str(number))
+def result(call_id: str = "heron0000") -> Message:
+    """Return the result of the first call of a message."""
+    return Message("tool", RESULT, name=FUNCTION, tool_call_id=call_id[:-1] + "0")
 
 
 @dataclass(frozen=True)

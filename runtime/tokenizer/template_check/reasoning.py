@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mycli.runtime.errors import UserError
 from mycli.runtime.tokenizer.template_check.finding import Finding
-from mycli.runtime.tokenizer.template_check.probe import THOUGHT, Probe, assistant, result, user
+from mycli.runtime.tokenizer.template_check.probe import THOUGHT, Probe, assistant, calling, result, user
 
 
 def check_reasoning(probe: Probe) -> Iterator[Finding]:
@@ -22,7 +22,7 @@ def check_reasoning(probe: Probe) -> Iterator[Finding]:
     if not probe.has_tools:
         return
     try:
-        loop = [user(0), assistant(reasoning=THOUGHT, calls=1), result()]
+        loop = [user(0), calling(1, THOUGHT), result()]
         if THOUGHT not in probe.text(loop, more=True, tools=True):
             yield Finding("reasoning-dropped-in-loop")
     except UserError:

@@ -12,6 +12,7 @@ from mycli.runtime.tokenizer.template_check.probe import (
     PLANTED_QUESTIONS,
     Probe,
     assistant,
+    calling,
     user,
 )
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ def _check_end(probe: Probe, tokenizer: Tokenizer) -> Iterator[Finding]:
     if not probe.has_tools:
         return
     try:
-        called = probe.text([user(0), assistant(calls=1)], tools=True)
+        called = probe.text([user(0), calling(1)], tools=True)
     except UserError:
         return  # reported by the check of tools
     after = called[called.rindex(FUNCTION) :] if FUNCTION in called else ""

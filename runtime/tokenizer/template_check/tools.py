@@ -17,6 +17,7 @@ from mycli.runtime.tokenizer.template_check.probe import (
     TOOL,
     Probe,
     assistant,
+    calling,
     result,
     user,
 )
@@ -46,7 +47,7 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
     opening = probe.text([user(0)], more=True, tools=True)
     history = probe.text([user(0)], tools=True)
     try:
-        written = probe.text([user(0), assistant(calls=1)], tools=True)
+        written = probe.text([user(0), calling(1)], tools=True)
     except UserError as error:
         yield Finding("calls-refused", {"cause": error.message})
         return
@@ -62,7 +63,7 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
         yield Finding("call-not-parsed", {"format": tool_format.name, "written": reply[:_QUOTED]})
         return
     try:
-        several = probe.text([user(0), assistant(calls=2)], tools=True)
+        several = probe.text([user(0), calling(2)], tools=True)
     except UserError as error:
         yield Finding("several-calls-refused", {"cause": error.message})
         return
@@ -102,7 +103,7 @@ def _parsed(call: ToolCall) -> object:
 
 
 def _check_results(probe: Probe) -> Iterator[Finding]:
-    loop = [user(0), assistant(calls=1), result()]
+    loop = [user(0), calling(1), result()]
     try:
         if RESULT not in probe.text(loop, more=True, tools=True):
             yield Finding("result-not-rendered")
@@ -110,7 +111,7 @@ def _check_results(probe: Probe) -> Iterator[Finding]:
         yield Finding("calls-refused", {"cause": error.message})
         return
     try:
-        probe.text([user(0), assistant(calls=1, call_id=_LONG_ID), result(call_id=_LONG_ID)], tools=True)
+        probe.text([user(0), calling(1, call_id=_LONG_ID), result(call_id=_LONG_ID)], tools=True)
     except UserError as error:
         yield Finding("call-ids-refused", {"cause": error.message})
     try:

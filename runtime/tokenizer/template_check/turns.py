@@ -12,6 +12,7 @@ from mycli.runtime.tokenizer.template_check.probe import (
     SYSTEM,
     Probe,
     assistant,
+    calling,
     result,
     user,
 )
@@ -29,7 +30,7 @@ def check_turns(probe: Probe) -> Iterator[Finding]:
         yield from _stable(silent, "turns with enable_thinking=false", _TALK)
     if probe.has_tools:
         yield from _stable(probe, "turns with tools", _TALK, tools=True)
-        loop = (user(0), assistant(calls=1), result(), assistant(0), user(1))
+        loop = (user(0), calling(1), result(), assistant(0), user(1))
         yield from _stable(probe, "a tool call and its result", loop, tools=True)
 
 
