@@ -6,7 +6,7 @@ import pytest
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.generation_config import GenerationDefaults
-from mycli.runtime.sampling.params import MAX_BIASES, SamplingParams, recommended
+from mycli.runtime.sampling.params import GREEDY_BELOW, MAX_BIASES, SamplingParams, recommended
 
 LARGEST, SMALLEST = (1 << 63) - 1, -(1 << 63)
 RANGES: dict[str, tuple[float, float]] = {
@@ -47,6 +47,11 @@ def test_what_a_model_recommends_is_replaced_by_the_settings_of_a_request() -> N
     assert recommended(GenerationDefaults(temperature=0.7, do_sample=False)) == SamplingParams()
     assert recommended(GenerationDefaults(top_k=5)).temperature == 0.0
     assert recommended(GenerationDefaults(top_k=5, do_sample=True)).temperature == 1.0
+
+
+def test_the_smallest_temperature_that_samples_divides_logits() -> None:
+    assert not SamplingParams(temperature=GREEDY_BELOW).greedy
+    assert SamplingParams(temperature=math.nextafter(GREEDY_BELOW, 0)).greedy
 
 
 def test_the_seeds_of_replies_follow_each_other_and_wrap_around() -> None:

@@ -1,5 +1,6 @@
 """Test which tokenizers run in this process, and that these cannot hang it."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ def replace(source: str, content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": source}, "content": content}
 
 
-def special(name: str) -> dict[str, Any]:
-    return {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": name}}], "special_tokens": {"<s>": {}}}
+def special(name: str, count: int = 1) -> dict[str, Any]:
+    pieces = [{"SpecialToken": {"id": name}}] * count
+    return {"type": "TemplateProcessing", "single": pieces, "special_tokens": {"<s>": {}}}
 
 
 WORDS = {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+TEXT_A = {"Sequence": {"id": "A", "type_id": 0}}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,9 @@ WORDS = {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_char
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(String=" "), {"type": "ByteLevel"}]}},
         {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, special("<s>")]}},
         {"normalizer": {"type": "BertNormalizer"}, "pre_tokenizer": {"type": "BertPreTokenizer"}, "model": WORDS},
+        {"model": {**WORDS, "continuing_subword_prefix": "#" * 8, "max_input_chars_per_word": 1000}},
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 8}},
+        {"post_processor": {**special("<s>"), "pair": [TEXT_A, *special("<s>", 2 * MAX_STEPS - 2)["single"]]}},
     ],
 )
 def test_tame(values: dict[str, Any]) -> None:
@@ -67,7 +73,14 @@ def test_tame(values: dict[str, Any]) -> None:
         pytest.param({"model": {"type": "BPE", "continuing_subword_prefix": "#" * 13}}, id="S9-prefix"),
         pytest.param({"model": {"type": "WordPiece"}}, id="S9-model"),
         pytest.param({"model": WORDS | {"max_input_chars_per_word": 10**6}}, id="slow-words"),
+        pytest.param({"model": WORDS | {"max_input_chars_per_word": 1001}}, id="slow-word"),
+        pytest.param({"model": WORDS | {"max_input_chars_per_word": "9"}}, id="no-length-of-words"),
+        pytest.param({"model": WORDS | {"continuing_subword_prefix": "#" * 9}}, id="long-prefix-of-words"),
+        pytest.param({"model": {"type": "WordLevel"}}, id="unknown-model"),
         pytest.param({"model": ["BPE"]}, id="S9-no-model"),
+        pytest.param({"post_processor": special("<s>", 2 * MAX_STEPS + 1)}, id="long-template"),
+        pytest.param({"post_processor": {**special("<s>"), "special_tokens": None}}, id="template-without-tokens"),
+        pytest.param({"post_processor": {"type": "TemplateProcessing", "special_tokens": {}}}, id="empty-template"),
     ],
 )
 def test_not_tame(values: dict[str, Any]) -> None:
@@ -102,3 +115,38 @@ def test_a_long_text_has_the_tokens_of_a_short_one(plain: bool, inside: bool, mo
     expected = pipeline.encode(text, False, plain, inside)
     monkeypatch.setattr(encoding, "LONG_TEXT", 3)
     assert pipeline.encode(text, False, plain, inside) == expected
+
+
+def with_ends() -> Any:
+    vocabulary = {text: index for index, text in enumerate(("[UNK]", "[CLS]", "[SEP]", "a", "bb"))}
+    library: Any = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return library
+
+
+def test_a_pair_is_cut_as_the_library_cuts_the_longest_text_first() -> None:
+    library = with_ends()
+    pipeline = Pipeline(library.to_str().encode())
+    for longest, first, second in itertools.product(range(3, 12), range(6), range(6)):
+        library.enable_truncation(longest, strategy="longest_first")
+        texts = " ".join("a" * first), " ".join(["bb"] * second)
+        expected = library.encode(*texts)
+        assert pipeline.encode_pair(*texts, plain=False, longest=longest) == (expected.ids, expected.type_ids)
+    assert pipeline.encode_pair("a", "bb", plain=True, longest=2)[0] == [1, 2, 2], "special tokens stay"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "beginning"), [(0, ""), (1, "a"), (2, "a bb"), (3, "a bb  a"), (4, "a bb  a bb "), (5, "a bb  a bb ")]
+)
+def test_a_text_is_cut_after_its_tokens(tokens: int, beginning: str) -> None:
+    assert Pipeline(with_ends().to_str().encode()).beginning("a bb  a bb ", tokens, plain=False) == beginning
+
+
+def test_a_text_is_not_cut_inside_a_character() -> None:
+    pipeline, text = Pipeline((PICO / "tokenizer.json").read_bytes()), "a\U0001fac3b"
+    count = len(pipeline.encode(text, False, plain=False, inside=False))
+    found = [pipeline.beginning(text, tokens, plain=True) for tokens in range(count + 1)]
+    assert count > 4 and found == ["", *["a"] * (count - 2), text[:2], text]

@@ -88,6 +88,8 @@ def test_the_start_token_is_first_where_the_tokenizer_adds_it(tmp_path: Path) ->
     tokenizer = tokenizer_of(tmp_path, "[PREFIX] [SUFFIX]", bos=True)
     prompt = tokenizer.fim_prompt("a", "b", [("x", "y")])
     assert tokenizer.spelled(prompt.ids) == "<bos>\n\n--- snippet ---\n\ny[SUFFIX]b[PREFIX]a"
+    short = tokenizer.fim_prompt("a" * 9, "b" * 9, room=12)
+    assert tokenizer.spelled(short.ids) == "<bos>[SUFFIX]bb[PREFIX]aaaaaa" and short.cut
 
 
 def test_marks_spelled_in_the_code_stay_text(tmp_path: Path) -> None:

@@ -326,8 +326,8 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
         ("starcoder", 9, "starcoder"),
         ("starcoder2", 9, "starcoder"),
         ("llama", 9, "default"),
-        ("stablelm", 50432, "gpt-2"),
-        ("stablelm", 100352, "stablelm2"),
+        ("stablelm", 51200, "gpt-2"),
+        ("stablelm", 51201, "stablelm2"),
     ],
 )
 def test_a_file_of_before_may_2024_names_no_rule(architecture: str, tokens: int, rule: str) -> None:

@@ -151,6 +151,7 @@ SPECIALS = [{"rank": 0, "token_str": "<s>"}, {"rank": 0, "token_str": "</s>"}]
         (changed("vocab", 260, "token_bytes", "!"), "token_bytes of rank 260 is not base64"),
         (changed("vocab", 260, "token_bytes", "dGg="), "different tokens"),
         (changed("vocab", 260, "token_bytes", "PHM+"), "holds the special token '<s>'"),
+        (changed("vocab", 260, "token_bytes", base64.b64encode(bytes(1 << 22)).decode()), "more than 4194304 bytes"),
         (changed("vocab", 65, "token_bytes", "Qg=="), "different tokens"),
         (changed("vocab", 65, "token_bytes", "cXE="), "start with the 256 bytes"),
         (tekken(special_tokens=SPECIALS), "without gaps"),

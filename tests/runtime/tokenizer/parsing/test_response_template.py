@@ -9,6 +9,7 @@ from transformers.utils.chat_parsing import parse_response
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import declared_tool_format, find_tool_format, model_tool_format
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.utils.json_fields import Fields
 from tests.runtime.tokenizer.parsing.test_tool_parser import TOOLS, parse
 
@@ -124,15 +125,25 @@ def test_a_list_of_calls_is_one_of_objects(body: str, calls: list[Any] | None) -
         {"open_pattern": "x(?:a|a)*"},
         {"open_pattern": ".*"},
         {"open_pattern": r"x\w+\w+\w+\w+\w+y"},
-        {"open_pattern": "x" * 1000},
+        {"open_pattern": "x" * 257},
         {"open_pattern": r"x(?=y)"},
         {"open_pattern": "x["},
         {"open": ""},
+        {"open": "x" * 257},
         {"open": 3},
         {"open": []},
         {"open": "x", "content": "python"},
         {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": "(a|b)+"}},
         {"open": "x", "content": "xml-inline"},
+        *(
+            {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": tag}}
+            for tag in (
+                r"(?P<key>\w+)=(?P<value>.*?);",
+                r"<(?P<key>\w+)(?P<value>.*?)>",
+                r"<(?P<key>\w+)=(?P<value>.*?)",
+                r"<\d(?P<key>\w+)=(?P<value>.*?)>",
+            )
+        ),
     ],
     ids=lambda field: json.dumps(field)[:40],
 )
@@ -146,3 +157,27 @@ def test_a_template_without_fields_is_refused() -> None:
     for spec in ({}, {"fields": {}}, {"fields": {"content": {}}}, {"version": 2, "fields": {}}, {"fields": 3}):
         with pytest.raises(ModelError):
             read_response_template(Fields(spec, "t"))
+
+
+@pytest.mark.parametrize(
+    "field", [{"open_pattern": "x" * 256}, {"open_pattern": r"x\w+\w+\w+\w+y"}, {"open": "x" * 256}], ids=str
+)
+def test_marks_of_256_characters_and_4_repeats_are_read(field: dict[str, Any]) -> None:
+    (region,) = read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
+    assert region.open.pattern.match("x" * 256 + "y")
+
+
+def test_a_mark_that_does_not_end_is_held_back_for_512_characters() -> None:
+    form = declared_tool_format(read_response_template(Fields(DECLARED, "t")))
+    assert form is not None
+    parser, text = ToolParser(form, TOOLS), "<call name=".ljust(512, "f")
+    assert parser.feed("Hi " + text) == ["Hi"]
+    assert parser.feed("f") == [f" {text}f"]
+    assert parser.feed(" <call name=f>{}</call>") == [ToolCall("f", "{}")]
+
+
+@pytest.mark.parametrize("body", ["{a:<s>\x01</s>}", "{a:<s>\x02</s>}", "{a:\x010\x02,b:<s>x</s>}"], ids=ascii)
+def test_characters_that_stand_for_strings_make_no_call(body: str) -> None:
+    form = declared_tool_format(read_response_template(Fields(DECLARED, "t")))
+    text = f"<call name=f>{body}</call>"
+    assert parse(form, text, 1000) == [text]
