@@ -77,7 +77,8 @@ def test_a_prompt_has_the_marks_and_the_order_of_its_family(tmp_path: Path, fami
     prompt = tokenizer.fim_prompt("a()", "b()")
     assert tokenizer.spelled(prompt.ids) == gap and not prompt.cut
     assert prompt.ids == tokenizer.encode(gap, add_special=False, allow_special=True)
-    assert tokenizer.spelled(tokenizer.fim_prompt("a()", "b()", [("x.py", "x")]).ids) == context + gap
+    prompt = tokenizer.fim_prompt("a()", "b()", [("x.py", "x")])
+    assert tokenizer.spelled(prompt.ids) == context + gap and not prompt.cut
     assert tokenizer.fim_tokens is not None
     # Everything but Mistral's middle, which its prompts do not have, ends a reply.
     ends = {tokenizer.vocabulary[index] for index in tokenizer.fim_tokens.ends}
@@ -119,16 +120,25 @@ def test_too_much_text_keeps_what_is_nearest_to_the_gap(tmp_path: Path) -> None:
     assert spelled(3) == gap("", "")
 
 
-def test_sentencepieces_space_precedes_the_prefix_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "context"),
+    [
+        ((), ["▁", "▁", "b"]),  # of " snippet "
+        (("<|repo_name|>", "<|file_sep|>"), ["<|repo_name|>", "<|file_sep|>", "a", "b", "<|file_sep|>", "a"]),
+    ],
+)
+def test_sentencepieces_space_precedes_the_prefix_only(
+    tmp_path: Path, files: tuple[str, ...], context: list[str]
+) -> None:
     """As in Meta's and Mistral's code: the suffix goes on in the middle of a line."""
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
     model = {**PLAIN["model"], "vocab": {"▁": 0, "a": 1, "b": 2}, "merges": []}
-    names = ("▁<PRE>", "▁<SUF>", "▁<MID>")
+    names = ("▁<PRE>", "▁<SUF>", "▁<MID>", *files)
     entries = [added(3 + index, name, special=True) for index, name in enumerate(names)]
     parts = {"model": model, "pre_tokenizer": metaspace, "decoder": metaspace, "added_tokens": entries}
     tokenizer = make(tmp_path, **parts)
-    spelled = [tokenizer.vocabulary[index] for index in tokenizer.fim_prompt("a b", "b", [("x", "")]).ids]
-    assert spelled[-8:] == ["▁<PRE>", "▁", "a", "▁", "b", "▁<SUF>", "b", "▁<MID>"]
+    spelled = [tokenizer.vocabulary[index] for index in tokenizer.fim_prompt("a b", "b", [("a", "b")]).ids]
+    assert spelled == [*context, "▁<PRE>", "▁", "a", "▁", "b", "▁<SUF>", "b", "▁<MID>"]
 
 
 def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
@@ -141,6 +151,15 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
 def test_an_empty_token_is_no_mark() -> None:
     """Names that a model does not set are empty."""
     assert find_fim_tokens(["", "a", None], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("marks", "names"),
+    [(["<a>", "<b>"], {"prefix_token": "<a>", "suffix_token": "<b>"}), (["<[fim-prefix]>", "<[fim-suffix]>"], {})],
+    ids=["named", "seed-coder"],
+)
+def test_only_codestral_has_no_mark_of_the_middle(marks: list[str], names: dict[str, str]) -> None:
+    assert find_fim_tokens(marks, names) is None and find_fim_tokens(["[PREFIX]", "[SUFFIX]"], {}) is not None
 
 
 @pytest.mark.parametrize("keys", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")])

@@ -53,6 +53,7 @@ CASES = {
     "calls": (said(2, tool_calls=({"name": "a"},)), ["the calls of message 2 changed"]),
     "name": (said(1, name="Ann"), ["the name or call id of message 1 changed"]),
     "shorter": (replace(PARTS, messages=MESSAGES[:2]), ["the messages from message 2 on are missing"]),
+    "shorter-by-one": (replace(PARTS, messages=MESSAGES[:3]), ["the messages from message 3 on are missing"]),
     "reordered": (replace(PARTS, tools=PARTS.tools[::-1]), ["the tools are in another order"]),
     "added": (replace(PARTS, tools=(*PARTS.tools, tool("c"))), ["the tool c was added"]),
     "taken": (replace(PARTS, tools=PARTS.tools[1:]), ["a tool was removed"]),

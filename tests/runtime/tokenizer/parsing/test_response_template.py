@@ -132,6 +132,7 @@ def test_a_list_of_calls_is_one_of_objects(body: str, calls: list[Any] | None) -
         {"open": "x" * 257},
         {"open": 3},
         {"open": []},
+        {"open": ["x", ""]},
         {"open": "x", "content": "python"},
         {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": "(a|b)+"}},
         {"open": "x", "content": "xml-inline"},
@@ -160,9 +161,11 @@ def test_a_template_without_fields_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"open_pattern": "x" * 256}, {"open_pattern": r"x\w+\w+\w+\w+y"}, {"open": "x" * 256}], ids=str
+    "field",
+    [{"open_pattern": "x" * 256}, {"open_pattern": r"x\w+\w+\w+\w+y"}, {"open": "x" * 256}, {"open": "x"}],
+    ids=str,
 )
-def test_marks_of_256_characters_and_4_repeats_are_read(field: dict[str, Any]) -> None:
+def test_marks_of_1_to_256_characters_and_4_repeats_are_read(field: dict[str, Any]) -> None:
     (region,) = read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
     assert region.open.pattern.match("x" * 256 + "y")
 
