@@ -109,3 +109,8 @@ def test_library_version_still_splits_words_as_assumed() -> None:
     assert pipeline.encode("a", False, plain=True, inside=False) == [6]
     assert pipeline.encode("a", False, plain=True, inside=True) == [1]
     assert pipeline.encode("<c>a", False, plain=False, inside=False) == [5, 1]
+
+
+def test_a_text_after_a_flush_has_no_space_in_front() -> None:
+    stream = StreamDecoder(Detokenizer(PIECES, frozenset(), METASPACE))
+    assert [stream.feed(3), stream.flush(), stream.feed(3)] == ["b", "", "b"]

@@ -114,3 +114,15 @@ def test_only_a_tool_of_the_request_is_passed_on_early() -> None:
     parser = ToolParser(HERMES, TOOLS)
     assert parser.feed('<tool_call>{"name": "other", "arguments": {"path": "abc') == []
     assert calls(parser.feed('"}}</tool_call>')) == [("other", '{"path": "abc"}')]
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"), [("3.0", 3), ("3.5", "3.5"), ("true", "true"), ("[1]", "[1]"), ("1e999", "1e999")]
+)
+def test_a_text_that_is_no_integer_stays_a_text(text: str, typed: object) -> None:
+    items = parts(HERMES, f'<tool_call>{{"name": "write", "arguments": {{"n": "{text}"}}}}</tool_call>', 1000)
+    assert calls(items) == [("write", json.dumps({"n": typed}))]
+
+
+def test_blanks_before_the_first_text_stay() -> None:
+    assert "".join(parts(HERMES, " \n Hi", 1)) == " \n Hi"
