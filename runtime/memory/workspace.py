@@ -48,7 +48,7 @@ def _expert_values(spec: ExpertsSpec, hidden: int) -> int:
     # Scores in two dtypes; for each (token, expert) pair gate, up and their product, or product and output; the sums;
     # the output of the shared expert.
     pairs = spec.top_k * max(3 * spec.size, spec.size + hidden) + hidden
-    shared = 0 if spec.shared is None else max(4 * spec.shared.mlp.size, 2 * hidden)
+    shared = 0 if spec.shared is None else 4 * spec.shared.mlp.size
     return 2 * len(spec.experts) + max(pairs + (hidden if shared else 0), shared + hidden)
 
 
