@@ -1,23 +1,89 @@
-"""Test parsing of counts and memory sizes."""
+"""Test parsing of counts, memory sizes and times, and options as words of a command line."""
 
 import pytest
 import typer
 
-from mycli.cli.flags.options import option_words, parse_count, parse_counts, parse_memory
+from mycli.cli.flags.address import AddressFlags
+from mycli.cli.flags.options import (
+    complete_word,
+    given_options,
+    option_words,
+    parse_biases,
+    parse_count,
+    parse_counts,
+    parse_duration,
+    parse_limit,
+    parse_memory,
+)
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.main import COMMANDS, find_command
 from mycli.runtime.errors import UsageError
 
 
-@pytest.mark.parametrize(("text", "count"), [("0", 0), ("512", 512), ("32k", 32768), ("2K", 2048), ("1M", 1 << 20)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("0", 0), ("512", 512), ("32k", 32768), ("2K", 2048), ("1M", 1 << 20), ("9" * 12, 10**12 - 1)]
+)
 def test_counts(text: str, count: int) -> None:
-    assert parse_count(text) == count
+    assert parse_count(text) == parse_limit(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5k", "k", "1kk", "٣", "1e3", "9" * 20, "0x10"])
+@pytest.mark.parametrize("text", ["", "-2", "1.5k", "k", "1kk", "٣", "1e3", "9" * 13, "9" * 20, "0x10"])
 def test_what_is_no_count(text: str) -> None:
+    for parse in (parse_count, parse_limit):
+        with pytest.raises(typer.BadParameter):
+            parse(text)
+
+
+def test_only_a_limit_may_be_minus_one() -> None:
+    assert parse_limit("-1") == -1
     with pytest.raises(typer.BadParameter):
-        parse_count(text)
+        parse_count("-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2", 2), ("30s", 30), ("500ms", 0.5), ("1.5m", 90), ("1h", 3600), ("24 h", 86400), ("1d", 86400)],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1y", "1e3", "0", "0ms", "86401", "2d", "1000000000"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_duration(text)
+
+
+def test_biases_of_tokens() -> None:
+    assert parse_biases(["17=-100", "5=0.5"]) == ((17, -100.0), (5, 0.5))
+    for wrong in ("5", "x=1", "5=", "=1"):
+        with pytest.raises(UsageError, match="not TOKEN_ID=NUMBER"):
+            parse_biases(["17=-100", wrong])
+
+
+def test_words_that_begin_as_typed_are_completed() -> None:
+    complete = complete_word("auto", "cpu", "cuda")
+    assert (complete("c"), complete("cu"), complete("x"), complete("")) == (
+        ["cpu", "cuda"],
+        ["cuda"],
+        [],
+        ["auto", "cpu", "cuda"],
+    )
+
+
+def test_options_become_the_words_that_give_them_again() -> None:
+    """Sizes have a unit, a list repeats its option, and what has its default is left out."""
+    flags = RunFlags(device="cpu", threads=None, shadow=True, expert_memory=1 << 20)
+    assert given_options(flags) == ["--device", "--shadow", "--expert-memory"]
+    assert option_words(flags) == ["--device", "cpu", "--shadow", "--expert-memory", "1048576B"]
+    assert option_words(AddressFlags(hosts=["a", "b"], port=0)) == [
+        "--port",
+        "0",
+        "--allow-host",
+        "a",
+        "--allow-host",
+        "b",
+    ]
 
 
 def test_lists_of_counts() -> None:
