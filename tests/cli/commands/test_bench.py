@@ -14,12 +14,19 @@ import pytest
 from mycli.cli.commands.bench import _all_weight_bytes
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device import placement
+from mycli.runtime.device.bandwidth import recorded_bandwidth
+from mycli.runtime.device.probe import cpu_name
+from mycli.runtime.device.system import Memory
 from mycli.runtime.diagnostics import throughput as bench
 from mycli.runtime.errors import ExitCode
+from mycli.runtime.layers.streamed_experts import ExpertReads
+from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import weight_bytes
 from tests.support.busy_device import busy_once
 from tests.support.families import CASES, make
+from tests.support.packed_mixture import write_mixture
 
 SHORT = ("pico", "-p", "4", "-n", "2", "-r", "2", "--device", "cpu")
 
@@ -46,6 +53,62 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2][8].strip().endswith("ms") and not lines[2][9].strip()  # a prompt has a TTFT, a reply a TPOT
     assert lines[3][9].strip().endswith("ms") and lines[3][10].strip().endswith("%")
     assert "20.0 GB/s" in captured.err
+
+
+def measured(patch: pytest.MonkeyPatch, experts: ExpertReads | None = None) -> None:
+    """Replace the measurement by fixed results: 20 tokens per second, the first after 125 ms."""
+
+    def run_trial(runner: object, trial: bench.Trial, repetitions: int, progress: object) -> bench.Result:
+        seconds = (0.02, 0.04) if trial.generate else ()
+        return bench.Result(trial, (10.0, 30.0), () if seconds else (0.125,), seconds, 1.5, 64 << 20, experts)
+
+    patch.setattr(bench, "run_trial", run_trial)
+
+
+def test_numbers_of_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    assert call(*SHORT) == ExitCode.OK
+    captured = capsys.readouterr()
+    prompt, reply = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in captured.out.splitlines() if "±" in line
+    )
+    # 20 times the 11.5 MB of pico a second are 1 % of 20 GB.
+    assert prompt == ["pico", "11 MiB", "16.00", "cpu", "bf16", "pp4", "20.00 ± 14.14", "125.0 ms", "", "", "64 MiB"]
+    assert reply[5:] == ["tg2", "20.00 ± 14.14", "", "20.0/40.0 ms", "1%", "64 MiB"]
+    assert "expert hits" not in captured.out
+
+
+def test_experts_read_from_disk_have_a_column_and_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, ExpertReads(requested=8, resident=6, nbytes=64 << 20, seconds=0.03125))
+    assert call(*SHORT) == ExitCode.OK
+    captured = capsys.readouterr()
+    cells = [line.split("|")[-2].strip() for line in captured.out.splitlines()]
+    assert cells[0] == "expert hits" and cells[2:] == ["75%", "75%"]
+    assert "tg2: 75% of the experts used were in memory, 64 MiB read from disk at 2.1 GB/s\n" in captured.err
+    measured(monkeypatch, ExpertReads(requested=8, resident=8))
+    assert call(*SHORT) == ExitCode.OK
+    assert "tg2: 100% of the experts used were in memory\n" in capsys.readouterr().err
+
+
+def test_the_longest_test_leaves_the_least_room_for_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_mixture(tmp_path / "mixture")
+    opened = open_model_folder(folder)
+    plan = MemoryPlan(opened.config, opened.packings, context=4)
+    room = estimate(plan).needed - 1
+    monkeypatch.setattr(placement, "memory", lambda: Memory(room, room, "machine"))
+    measured(monkeypatch)
+
+    def note(lengths: str) -> str:
+        assert call(str(folder), "-p", lengths, "-n", "0", "--device", "cpu") == ExitCode.OK
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("experts: ")]
+        return line
+
+    short, long = note("3"), note("50")
+    assert short != long and note("3,50") == note("50,3") == long
 
 
 def test_a_pipe_without_a_reader_ends_the_measurement(
@@ -94,13 +157,14 @@ def test_a_model_in_the_caches_beats_no_ceiling(
 
 @pytest.mark.parametrize("busy", ["before-the-tests", "after-them"])
 def test_one_busy_measurement_is_not_the_ceiling(
-    busy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    busy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory bandwidth is measured before and after each test, so that the ceiling reflects the same load."""
     busy_once(monkeypatch, bench, "run_trial", busy == "before-the-tests")
     assert call(*SHORT, "--json") == ExitCode.OK
     rows = json.loads(capsys.readouterr().out)["results"]
     assert [row["bandwidth_gb_per_second"] for row in rows] == ([36, 36] if busy == "before-the-tests" else [36, 12])
+    assert recorded_bandwidth(tmp_path / "state" / "mycli", cpu_name()) == 36
 
 
 def test_the_size_of_a_mixture_counts_the_experts_on_disk(tmp_path: Path) -> None:
@@ -110,6 +174,12 @@ def test_the_size_of_a_mixture_counts_the_experts_on_disk(tmp_path: Path) -> Non
     partial = replace(plan, expert_slots=3)
     assert weight_bytes(partial) < weight_bytes(plan) == _all_weight_bytes(weight_bytes(partial), partial)
     assert _all_weight_bytes(1, None) == 1
+
+
+def test_a_test_may_fill_the_context(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    assert call("pico", "-p", "2047", "-n", "0", "--device", "cpu") == ExitCode.OK
+    assert "pp2047" in capsys.readouterr().out
 
 
 def test_json_has_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +250,8 @@ def test_regression_gate(tmp_path: Path, before: float, code: ExitCode, capsys: 
         (["-p", "many"], ExitCode.USAGE),
         (["-p", "0", "-n", "0"], ExitCode.USAGE),
         (["-b", "0"], ExitCode.USAGE),
+        (["-b", "1,0"], ExitCode.USAGE),
+        (["-p", "2048"], ExitCode.USAGE),  # the token after it would be beyond the model's limit
         (["-d", "4k"], ExitCode.USAGE),
         (["-r", "0"], ExitCode.USAGE),
         (["--fail-on-regress", "5%"], ExitCode.USAGE),

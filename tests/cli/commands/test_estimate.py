@@ -360,6 +360,8 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--fit", "--table"], ExitCode.USAGE),
         (["--table", "--verify"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
+        (["--verify", "--quant", "int4"], ExitCode.USAGE),
+        (["--verify", "--draft", "pico-draft"], ExitCode.USAGE),
         (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
         (["--draft", "mtp"], ExitCode.MODEL),
     ],

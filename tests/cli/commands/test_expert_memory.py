@@ -5,11 +5,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from mycli.runtime.device import probe
 from mycli.runtime.device.disk import ASSUMED
+from mycli.runtime.device.system import Memory
 from mycli.runtime.diagnostics import throughput
 from tests.support.command_line import Mycli
 from tests.support.packed_mixture import write_mixture
@@ -63,6 +66,29 @@ def test_the_rate_of_the_disk_is_measured_on_the_largest_file(
         found.append((experts["disk_source"], experts["disk_gb_per_second"]))
     size = (folder / "model-2.safetensors").stat().st_size
     assert found == [("measured", size / 1e9), ("assumed", ASSUMED)]
+
+
+def test_an_estimate_leaves_on_disk_what_does_not_fit_but_a_table_and_a_fit_count_all(
+    mycli: Mycli, mixture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(free: int, *flags: str) -> dict[str, Any]:
+        monkeypatch.setattr(probe, "memory", lambda: Memory(free, free, "machine"))
+        done = mycli("estimate", mixture, "--device", "cpu", "--json", *flags)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    monkeypatch.setattr(estimate, "read_rate", lambda path: None)
+    whole = answer(1 << 30)
+    total = whole["bytes"]["total"]
+    assert "experts" not in whole and "experts" not in answer(total)
+    streamed = answer(total - 1)
+    assert 0 < streamed["experts"]["in_memory"] < streamed["experts"]["of"] == 12
+    assert streamed["bytes"]["weights"] < whole["bytes"]["weights"]
+    tables = [answer(free, "--table")["table"] for free in (1 << 30, total - 1)]
+    assert [[row["total_bytes"] for row in table] for table in tables] == [[total]] * 2
+    fitted = answer(total - 1, "--fit", "--tol", "0.1%")
+    assert fitted["bytes"]["weights"] == whole["bytes"]["weights"] and fitted["context"] < whole["context"]
 
 
 @pytest.mark.parametrize("size", ["-1", "x", "3 parsecs"])

@@ -60,3 +60,21 @@ def test_windows_rope_sampling_and_template_are_shown(mycli: Mycli, tmp_path: Pa
     answer, text = json.loads(mycli("show", str(plain), "--json").stdout), mycli("show", str(plain)).stdout
     assert (answer["sliding_windows"], answer["chat_template"]) == ([], False)
     assert re.search(r"context +\d+ tokens\n", text) and re.search(r"chat template +no\n", text)
+
+
+def test_a_recipe_is_shown_without_what_was_not_set(mycli: Mycli, tmp_path: Path) -> None:
+    """Values that the program chose are shown, digests of files and sections without an entry are not."""
+    folder = random_model(tmp_path / "m")
+    record = {
+        "recipe": {"method": "gptq", "bits": 4, "head": None, "seq": None},
+        "calibration": {"seq": 512},
+        "source": {"name": "org/m", "files": {"config.json": "0" * 64}},
+    }
+    (folder / "mycli.json").write_text(json.dumps(record))
+    lines = mycli("show", str(folder), "--recipe").stdout.splitlines()[1:]
+    assert [re.split(r" {2,}", line.strip()) for line in lines] == [
+        ["recipe method", "gptq"],
+        ["recipe bits", "4"],
+        ["recipe seq", "512"],
+        ["source name", "org/m"],
+    ]
