@@ -94,10 +94,10 @@ def test_a_range_as_large_as_the_limit_is_stored(limit: int, times: int, tmp_pat
 def test_ranges_are_fetched_ahead_once_and_up_to_half_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offsets, may_arrive = list[int](), threading.Event()
+    fetched, may_arrive = list[tuple[int, bool]](), threading.Event()
 
     def fetch(hub: object, repo: str, commit: str, name: str, offset: int, view: memoryview) -> None:
-        offsets.append(offset)
+        fetched.append((offset, threading.current_thread() is not threading.main_thread()))
         may_arrive.wait()
         view[:] = b"ab"
 
@@ -109,7 +109,7 @@ def test_ranges_are_fetched_ahead_once_and_up_to_half_of_the_limit(
     assert read(ranges, 0) == read(ranges, 2) == b"ab"
     for offset in (0, 6):  # the first is stored
         ranges.prefetch(FILE, offset, 2)
-    assert read(ranges, 6) == b"ab" and offsets == [0, 2, 6]
+    assert read(ranges, 6) == b"ab" and fetched == [(0, True), (2, True), (6, True)]
     ranges.close()
 
 
@@ -132,8 +132,9 @@ def test_a_cancelled_read_and_one_of_no_bytes_fetch_nothing(tmp_path: Path, fetc
         (Fault(), ["bytes=100-9099"]),
         (Fault(drop_after=3000), ["bytes=100-9099", "bytes=3100-9099"]),
         (Fault(shifted=7), ["bytes=100-9099", "bytes=100-9099"]),
+        (Fault(206, {"Content-Range": "bytes 100-9199/16384"}, DATA[100:9200]), ["bytes=100-9099"]),
     ],
-    ids=["whole", "dropped", "another-part"],
+    ids=["whole", "dropped", "another-part", "too-long"],
 )
 def test_a_range_is_continued_where_it_broke_off(fault: Fault, requests: list[str], server: HubServer) -> None:
     commit = server.add(REPO, {"w.bin": DATA})
