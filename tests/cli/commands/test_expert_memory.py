@@ -75,8 +75,8 @@ def test_an_estimate_leaves_on_disk_what_does_not_fit_but_a_table_and_a_fit_coun
         monkeypatch.setattr(probe, "memory", lambda: Memory(free, free, "machine"))
         done = mycli("estimate", mixture, "--device", "cpu", "--json", *flags)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        parsed: dict[str, Any] = json.loads(done.stdout)
+        return parsed
 
     monkeypatch.setattr(estimate, "read_rate", lambda path: None)
     whole = answer(1 << 30)

@@ -63,7 +63,7 @@ def test_windows_rope_sampling_and_template_are_shown(mycli: Mycli, tmp_path: Pa
 
 
 def test_a_recipe_is_shown_without_what_was_not_set(mycli: Mycli, tmp_path: Path) -> None:
-    """Values that the program chose are shown, digests of files and sections without an entry are not."""
+    """The text has values that the program chose, but no digests of files and no sections without an entry."""
     folder = random_model(tmp_path / "m")
     record = {
         "recipe": {"method": "gptq", "bits": 4, "head": None, "seq": None},

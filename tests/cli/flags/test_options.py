@@ -72,7 +72,7 @@ def test_words_that_begin_as_typed_are_completed() -> None:
 
 
 def test_options_become_the_words_that_give_them_again() -> None:
-    """Sizes have a unit, a list repeats its option, and what has its default is left out."""
+    """The words have a unit after a size, repeat the option of a list, and leave defaults out."""
     flags = RunFlags(device="cpu", threads=None, shadow=True, expert_memory=1 << 20)
     assert given_options(flags) == ["--device", "--shadow", "--expert-memory"]
     assert option_words(flags) == ["--device", "cpu", "--shadow", "--expert-memory", "1048576B"]

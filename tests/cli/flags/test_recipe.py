@@ -1,4 +1,4 @@
-"""Test the options of a recipe: what they leave out is chosen, and what excludes each other is refused."""
+"""Test the options of a recipe: what they leave out is chosen, and what has no meaning together is refused."""
 
 from typing import Any
 

@@ -51,8 +51,8 @@ PLAIN = (SamplingFlags(), GrammarFlags(), "none", None)
 
 @pytest.mark.parametrize(("typed", "early"), [("off", False), ("on", True), ("never", "never")])
 def test_options_of_a_search(typed: str, early: bool | str) -> None:
-    found = BeamFlags(4, 0.5, typed).resolve(4, *PLAIN)
-    assert found == BeamOptions(4, 0.5, early)  # type: ignore[arg-type]  # one of the three
+    search = BeamFlags(4, 0.5, typed).resolve(4, *PLAIN)
+    assert search == BeamOptions(4, 0.5, early)  # type: ignore[arg-type]  # one of the three
     assert BeamFlags().resolve(1, *PLAIN) is None
 
 

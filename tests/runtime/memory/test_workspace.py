@@ -12,7 +12,7 @@ from tests.support.published import plan, published
 
 
 def test_a_layer_of_attention_alone_holds_what_it_projects_and_rotates() -> None:
-    """Llama-3.1-8B: 4,096 values of queries and hidden states, 1,024 of keys and of values."""
+    """The model has 4,096 values of queries and of hidden states, 1,024 of keys and of values."""
     layer = replace(published("Llama-3.1-8B").layer_specs[0], mlp=None)
     projected, rotated = 4096 + 2 * 1024, 4096 + 1024
     assert pass_values(layer) == 2 * 4096 + projected + rotated + 4096 + 4096
@@ -33,7 +33,7 @@ def test_layers_of_experts_hold_the_larger_of_the_chosen_and_the_shared(name: st
 
 
 def test_parallel_streams_and_inputs_of_each_layer_are_held() -> None:
-    """Gemma 3n E2B: four streams, as they enter and as predicted, and twice in fp32; 256 inputs of 30 layers."""
+    """The model has four streams, as they enter and as predicted, and twice in fp32, and 256 inputs of 30 layers."""
     model = plan("gemma-3n-E2B")
     values = 2 * 2048 + 6 * 4 * 2048 + 4 * 8192 + 2048
     assert pass_values(model.config.layer_specs[-1]) == values
@@ -54,7 +54,7 @@ def test_parallel_streams_and_inputs_of_each_layer_are_held() -> None:
 def test_keys_of_several_sequences_are_gathered_where_no_kernel_reads_them(
     name: str, changes: dict[str, Any], token: int
 ) -> None:
-    """One layer at a time, of whole blocks: 1,000 tokens are 63 blocks of 16."""
+    """The keys are those of a layer at a time, in whole blocks: 1,000 tokens are 63 blocks of 16."""
     several = plan(name, context=1000, batch=2, **changes)
     assert estimate(several).workspace.cache == token * 1008
     assert estimate(replace(several, batch=1)).workspace.cache == 0
@@ -67,12 +67,12 @@ def test_on_a_gpu_a_kernel_reads_int4_of_the_head_sizes_that_it_has() -> None:
 
 
 def test_masks_of_windows_and_capped_scores_on_a_cpu() -> None:
-    """Gemma 2: masks of all tokens and of the window, one in bf16, and scores of two heads three times in fp32."""
+    """The masks are of the context and of the window, with a copy in bf16; scores of two heads are in fp32 three times."""
     assert mask_bytes(plan("gemma-2-9b", context=8192)) == 512 * 8192 * (2 + 2 + 2 * 3 * 4)
 
 
 def test_masks_of_windows_and_scores_with_sinks_on_a_gpu_without_the_kernel() -> None:
-    """gpt-oss: a window of 128 tokens with keys and values for 64 heads, and scores of 8 heads of a KV head."""
+    """The model has a window of 128 tokens with keys and values for 64 heads, and scores of 8 heads of a KV head."""
     model, keys = replace(plan("gpt-oss-20b", context=8192, gpu=True), dtype="float32"), 128 + 2047
     windows = 2048 * keys * (1 + 4) + 2 * 64 * 64 * keys * 4
     assert mask_bytes(model) == windows + 2048 * 8192 * (3 * 4 * 8 + 1)
@@ -90,10 +90,10 @@ def test_each_rotation_has_a_table_of_the_context(name: str, rotations: int) -> 
 
 
 def test_gpus_share_weights_and_the_cache_by_heads() -> None:
-    """16 GPUs hold each of the 8 KV heads twice; buffers are whole on each."""
+    """The 8 KV heads are held twice by 16 GPUs; every GPU has whole buffers."""
     draft = plan("Llama-3.2-1B")
     model = plan("Llama-3.1-8B", context=1024, batch=2)
-    parts = [estimate(each) for each in (model, replace(draft, context=1024, batch=2))]
+    parts = [estimate(part) for part in (model, replace(draft, context=1024, batch=2))]
     for ranks, cache in ((2, 2), (8, 8), (16, 8)):
         shares = [(part.weights + part.embeddings) // ranks + part.cache // cache for part in parts]
         whole = parts[0].workspace.total + parts[0].runtime
