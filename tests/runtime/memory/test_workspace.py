@@ -67,7 +67,7 @@ def test_on_a_gpu_a_kernel_reads_int4_of_the_head_sizes_that_it_has() -> None:
 
 
 def test_masks_of_windows_and_capped_scores_on_a_cpu() -> None:
-    """The masks are of the context and of the window, with a copy in bf16; scores of two heads are in fp32 three times."""
+    """The masks are of the context and of the window, a mask is copied in bf16; scores of two heads are in fp32."""
     assert mask_bytes(plan("gemma-2-9b", context=8192)) == 512 * 8192 * (2 + 2 + 2 * 3 * 4)
 
 
