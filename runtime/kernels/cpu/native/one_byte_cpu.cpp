@@ -122,15 +122,24 @@ template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, co
 
 // ---- Many rows ----
 
-// A panel of codes in bytes, unpacked once for all rows. Sums of a span take registers in addition to those of a segment, so
-// tiles are lower than those of words.
-struct OneBytePanel {
-    static constexpr int PER_STEP = 4;
-    // With 32 outputs 64 KiB of codes, which are read ahead from the L2 cache, or 32 KiB, which the 48 KiB of Zen 5's L1 cache hold.
-    static constexpr int64_t INPUTS_HELD = ZEN5 ? 1024 : 2048;
+// With AVX2, codes are multiplied as words where sums of two products fill 16 bits: of bytes, each such sum would be widened, and
+// the activations given the signs of the codes. On Zen 3 that takes 1.13 times as long.
+template <int FIT> constexpr bool AS_WORDS = VECTOR == 32 && FIT == 0;
+template <int B> constexpr int PER_STEP = AS_WORDS<FITTING<B>> ? 2 : 4;  // inputs
+template <int B> using Number = std::conditional_t<AS_WORDS<FITTING<B>>, int16_t, int8_t>;  // of an activation
+// Inputs of a panel. With 32 outputs 64 KiB of codes, which are read ahead from the L2 cache, or 32 KiB, which the 48 KiB of
+// Zen 5's L1 cache hold.
+constexpr int64_t PANEL_INPUTS = ZEN5 ? 1024 : 2048;
+
+// A panel of codes, unpacked once for all rows. Sums of a span take registers in addition to those of a segment, so tiles are
+// lower than those of 16-bit activations.
+template <int STEP> struct OneBytePanel {
+    static constexpr int PER_STEP = STEP;
+    static constexpr int64_t INPUTS_HELD = PANEL_INPUTS;
     static constexpr bool FOLDS = false, LEVELED = false;
 
-    template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {
+    template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t* level, int32_t* panel) {
+        if (AS_WORDS<FITTING<B>>) return WordPanel::unpack_block<B, false>(block, from, to, level, panel);
 #pragma GCC unroll 8
         for (int q = from / 2; q < to / 2; q++, panel += PANEL)
 #pragma GCC unroll 4
@@ -142,23 +151,23 @@ struct OneBytePanel {
 };
 constexpr int BYTE_HIGH = VECTOR == 32 ? 3 : 6;  // of 32 vector registers 24 are sums, of 16 12
 
-// Rows of bytes in the order in which tiles read them. A piece is what a tile reads with one panel: [steps][rows] of four inputs,
-// then of each segment [rows] units, [rows] sums times what is subtracted from a number, and [rows] shifts.
-struct Pieces {
+// Rows of integers in the order in which tiles read them. A piece is what a tile reads with one panel: [steps][rows], then of each
+// segment [rows] units, [rows] sums times what is subtracted from a number, and [rows] shifts.
+template <int B> struct Pieces {
     int32_t* memory;
     const Tiling& tiling;
     const int64_t inputs, segment;
 
-    static int64_t words(int64_t count, int64_t segment) { return count / 4 + 3 * (count / segment); }  // of a row
-    int64_t inputs_at(int64_t input) const { return std::min(OneBytePanel::INPUTS_HELD, inputs - input); }
+    static int64_t words(int64_t count, int64_t segment) { return count / PER_STEP<B> + 3 * (count / segment); }  // of a row
+    int64_t inputs_at(int64_t input) const { return std::min(PANEL_INPUTS, inputs - input); }
     int32_t* at(int64_t tile, int64_t input) const {
         return memory + tiling.rows * words(input, segment) + tiling.first(tile) * words(inputs_at(input), segment);
     }
     // Stores the `high` rows of a tile, `stride` bytes apart, with their units.
-    template <int M = BYTE_HIGH> void place(int64_t tile, int64_t high, const int8_t* bytes, int64_t stride, const Units& units) const {
+    template <int M = BYTE_HIGH> void place(int64_t tile, int64_t high, const Number<B>* x, int64_t stride, const Units& units) const {
         if constexpr (M > 1)
-            if (high < M) return place<M - 1>(tile, high, bytes, stride, units);
-        for (int64_t input = 0; input < inputs; input += OneBytePanel::INPUTS_HELD) {
+            if (high < M) return place<M - 1>(tile, high, x, stride, units);
+        for (int64_t input = 0; input < inputs; input += PANEL_INPUTS) {
             const int64_t count = inputs_at(input), segments = count / segment, first = input / segment;
             int32_t* to = at(tile, input);
             const auto interleave = [&](const void* from, int64_t row, int64_t words) {  // sequential stores: strided ones are slower
@@ -167,7 +176,7 @@ struct Pieces {
 #pragma GCC unroll 6
                     for (int m = 0; m < M; m++) memcpy(to + m, word + m * row, 4);
             };
-            interleave(bytes + input, stride, count / 4);
+            interleave(x + input, stride, count / PER_STEP<B>);
             interleave(units.unit + first, units.row * 4, segments);
             interleave(units.sum + first, units.row * 4, segments);
             interleave(units.shift + first, units.row * 4, segments);
@@ -182,7 +191,19 @@ struct ByteStrip {
     int64_t spans;
 };
 
-// M rows times a panel. A span is RUNS segments of STEPS fours.
+// The sum of the products of COUNT steps, in lanes of 32 bits: of pairs of words, or of fours of bytes.
+struct WordSum {
+    Ints sum;
+    void begin(Ints) { sum = Ints{}; }
+    template <bool> inline __attribute__((always_inline)) void add(int, Words codes, Ints x) {
+        sum = dot_words(sum, (Ints)codes, x);
+        asm("" : "+v"(sum));  // in order, as a ByteSum
+    }
+    Ints end(Ints) const { return sum; }
+};
+template <int FIT, int COUNT> using StepSum = std::conditional_t<AS_WORDS<FIT>, WordSum, ByteSum<FIT, COUNT>>;
+
+// M rows times a panel. A span is RUNS segments of STEPS steps.
 template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_tile(const ByteStrip& strip) {
     ByteStrip t = strip;  // a copy: the compiler must not assume that stores change it
     const int64_t segments = t.spans * RUNS;
@@ -203,9 +224,9 @@ template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_
         for (int64_t s = 0; s < t.spans; s++, scales += PANEL, offsets += PANEL, shift += RUNS * M) {
             Floats span[M][ACROSS] = {};
             for (int run = 0; run < RUNS; run++, unit += M, start += M) {
-                ByteSum<FIT, STEPS> sum[M][ACROSS];
+                StepSum<FIT, STEPS> sum[M][ACROSS];
                 each([&](int m, int v, const float*) { sum[m][v].begin(Ints{} + start[m]); });
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int q = 0; q < STEPS; q++, codes += PANEL, x += M) {
                     Words code[ACROSS];
 #pragma GCC unroll 2
@@ -244,13 +265,14 @@ template <int FIT, int RUNS, int STEPS, bool OFFSETS, int... M> MultiplyTile* co
     static constexpr MultiplyTile* tiles[] = {multiply_byte_tile<FIT, M + 1, RUNS, STEPS, OFFSETS>...};
     return tiles;
 }
-template <int FIT, bool OFFSETS> MultiplyTile* const* tiles_for(const Cut& cut) {
+template <int B, bool OFFSETS> MultiplyTile* const* tiles_for(const Cut& cut) {
     constexpr std::make_integer_sequence<int, BYTE_HIGH> heights;
-    if (cut.segment < BYTE_SEGMENT) return tiles_of<FIT, 1, FOURS / 2, OFFSETS>(heights);
+    constexpr int FIT = FITTING<B>, STEPS = BYTE_SEGMENT / PER_STEP<B>;
+    if (cut.segment < BYTE_SEGMENT) return tiles_of<FIT, 1, STEPS / 2, OFFSETS>(heights);
     switch (cut.span / cut.segment) {
-        case 1: return tiles_of<FIT, 1, FOURS, OFFSETS>(heights);
-        case 2: return tiles_of<FIT, 2, FOURS, OFFSETS>(heights);
-        default: return tiles_of<FIT, 4, FOURS, OFFSETS>(heights);
+        case 1: return tiles_of<FIT, 1, STEPS, OFFSETS>(heights);
+        case 2: return tiles_of<FIT, 2, STEPS, OFFSETS>(heights);
+        default: return tiles_of<FIT, 4, STEPS, OFFSETS>(heights);
     }
 }
 
@@ -282,7 +304,7 @@ private:
     static void prefetch_scales(const Weight& w, int64_t row_block, int64_t input) {
         const auto values = [&](const void* from, int64_t size) {
             const uint8_t* const first = static_cast<const uint8_t*>(from) + (row_block * w.inputs + input) / w.group * ROWS * size;
-            const int64_t bytes = std::max<int64_t>(1, OneBytePanel::INPUTS_HELD / w.group) * ROWS * size;
+            const int64_t bytes = std::max<int64_t>(1, PANEL_INPUTS / w.group) * ROWS * size;
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i);
         };
         values(w.scales, w.scale_type >= I8 ? 1 : w.scale_type == F32 ? 4 : 2);
@@ -292,15 +314,15 @@ private:
 
 // multiply_panel for bytes.
 template <int B>
-void multiply_byte_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const Pieces& x, float* total,
+void multiply_byte_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const Pieces<B>& x, float* total,
                          uint16_t* y) {
     const Cut cut = byte_cut_of(w), whole{cut.span, cut.span, 0};  // scales are those of spans
     const int64_t row = tiling.first(first), count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
     const int64_t width = std::min<int64_t>(PANEL, w.rows - row_block * ROWS);
-    MultiplyTile* const* const multiply = w.offsets ? tiles_for<FITTING<B>, true>(cut) : tiles_for<FITTING<B>, false>(cut);
-    Panel<OneBytePanel> panel;
+    MultiplyTile* const* const multiply = w.offsets ? tiles_for<B, true>(cut) : tiles_for<B, false>(cut);
+    Panel<OneBytePanel<PER_STEP<B>>> panel;
     if (count < PANEL_BLOCKS) memset(&panel, 0, sizeof panel);
-    for (int64_t input = 0; input < w.inputs; input += OneBytePanel::INPUTS_HELD) {
+    for (int64_t input = 0; input < w.inputs; input += PANEL_INPUTS) {
         const int64_t inputs = x.inputs_at(input);
         panel.template read<B>(w, whole, row_block, count, input, inputs);
         NextCodes next(w, row_block, input, inputs, last - first);
@@ -321,12 +343,12 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
     const Cut cut = byte_cut_of(w);
     const int64_t segments = w.inputs / cut.segment;
     const Tiling tiling(rows, BYTE_HIGH);
-    const int64_t room = rounded_up(rows * Pieces::words(w.inputs, cut.segment) * 4 + 64);
-    const int64_t row = rounded_up(w.inputs), notes = rounded_up(segments * 4);
+    const int64_t room = rounded_up(rows * Pieces<B>::words(w.inputs, cut.segment) * 4 + 64);
+    const int64_t row = rounded_up(w.inputs * int64_t(sizeof(Number<B>))), notes = rounded_up(segments * 4);
     const int64_t each = BYTE_HIGH * (row + 3 * notes) + rounded_up(tiling.together(w.inputs) * tiling.high * PANEL * 4);  // of a thread
     const Memory memory(room + threads * each);
     if (!memory.at) return false;
-    const Pieces pieces{reinterpret_cast<int32_t*>(memory.at), tiling, w.inputs, cut.segment};
+    const Pieces<B> pieces{reinterpret_cast<int32_t*>(memory.at), tiling, w.inputs, cut.segment};
     int next = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -335,7 +357,7 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
         self = next++;
         char* at = memory.at + room + self * each;
         const auto take = [&](int64_t bytes) { return std::exchange(at, at + BYTE_HIGH * bytes); };
-        int8_t* const bytes = reinterpret_cast<int8_t*>(take(row));
+        char* const integers = take(row);
         float* const unit = reinterpret_cast<float*>(take(notes));
         int32_t* const sum = reinterpret_cast<int32_t*>(take(notes));
         float* const shift = reinterpret_cast<float*>(take(notes));
@@ -345,8 +367,9 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
         for (int64_t t = 0; t < tiling.tiles; t++) {
             const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
             for (int64_t m = 0; m < high; m++)
-                make_bytes(x + (start + m) * w.inputs, w.inputs, cut, -BYTE_ZERO<B>, bytes + m * row, units.from(m));
-            pieces.place(t, high, bytes, row, units);
+                make_bytes(x + (start + m) * w.inputs, w.inputs, cut, -BYTE_ZERO<B>,
+                           reinterpret_cast<Number<B>*>(integers + m * row), units.from(m));
+            pieces.place(t, high, reinterpret_cast<Number<B>*>(integers), row, units);
         }
         each_panel(w, tiling, w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
             multiply_byte_panel<B>(w, row_block, tiling, first, last, pieces, total, y);

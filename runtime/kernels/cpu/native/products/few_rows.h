@@ -147,7 +147,7 @@ constexpr int64_t FEW = 1, BYTE_FEW = 24, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32 && defined(__AVXVNNI__)
 constexpr int64_t FEW = 4, BYTE_FEW = PART, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32
-constexpr int64_t FEW = 1, BYTE_FEW = PART, BYTE_CODES_FEW = 16;
+constexpr int64_t FEW = 1, BYTE_FEW = PART, BYTE_CODES_FEW = 12;
 #elif WIDTH
 constexpr int64_t FEW = PART, BYTE_FEW = PART, BYTE_CODES_FEW = PART;
 #else

@@ -10,8 +10,9 @@
 
 namespace {
 
-// Rounds the activations of a segment, each as `mask` leaves it, to bytes in the order of `cut_bytes`; returns their sum.
-template <int SEGMENT> inline int32_t round_segment(const uint16_t* x, uint16_t mask, float scale, int8_t* to) {
+// Rounds the activations of a segment, each as `mask` leaves it, to bytes in the order of `cut_bytes` or to words in their own
+// order; returns their sum.
+template <int SEGMENT, class T> inline int32_t round_segment(const uint16_t* x, uint16_t mask, float scale, T* to) {
     typedef int16_t Sixteen __attribute__((vector_size(32)));
     typedef int8_t Bytes16 __attribute__((vector_size(16)));
     constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
@@ -26,6 +27,10 @@ template <int SEGMENT> inline int32_t round_segment(const uint16_t* x, uint16_t 
         numbers[i] = int16_t(word);
         total += word - 0x4b400000;  // the bits of MAGIC
     }
+    if constexpr (sizeof(T) == sizeof *numbers) {
+        memcpy(to, numbers, sizeof numbers);
+        return total;
+    }
     for (int i = 0; i < SEGMENT; i += 16) {
         Sixteen all;
         memcpy(&all, numbers + i, sizeof all);
@@ -38,8 +43,8 @@ template <int SEGMENT> inline int32_t round_segment(const uint16_t* x, uint16_t 
 // Converts up to BATCH segments of activations; their units are computed together. `at`: index of the first unit; sums are stored
 // times `factor`.
 constexpr int64_t BATCH = 16;
-template <int SEGMENT>
-void byte_segments(const uint16_t* x, int64_t count, int32_t factor, int8_t* to, const Units& units, int64_t at) {
+template <int SEGMENT, class T>
+void byte_segments(const uint16_t* x, int64_t count, int32_t factor, T* to, const Units& units, int64_t at) {
     uint16_t largest[BATCH] = {}, mask[BATCH];
     float scale[BATCH], unit[BATCH];
     for (int64_t s = 0; s < count; s++) {
@@ -55,18 +60,18 @@ void byte_segments(const uint16_t* x, int64_t count, int32_t factor, int8_t* to,
         unit[s] = finite ? extent * (1 / 127.0f) : from_bf16(0x7fc0);
     }
     for (int64_t s = 0; s < count; s++, at += units.segment) {
-        const int32_t total = round_segment<SEGMENT>(x + s * SEGMENT, mask[s], scale[s], to + s * SEGMENT);
+        const int32_t total = round_segment<SEGMENT, T>(x + s * SEGMENT, mask[s], scale[s], to + s * SEGMENT);
         units.unit[at] = unit[s];
         units.sum[at] = factor * total;
         units.shift[at] = float(total);
     }
 }
 
-// Converts a row of activations [inputs] to bytes. The shift of a span, the factor of an offset, is that of its first segment.
-inline void make_bytes(const uint16_t* x, int64_t inputs, const Cut& cut, int32_t factor, int8_t* to, const Units& units) {
+// Converts a row of activations [inputs] to integers of one byte, stored as T. The shift of a span, the factor of an offset, is that of its first segment.
+template <class T> void make_bytes(const uint16_t* x, int64_t inputs, const Cut& cut, int32_t factor, T* to, const Units& units) {
     for (int64_t i = 0; i < inputs; i += BATCH * cut.segment) {
         const int64_t count = std::min(BATCH, (inputs - i) / cut.segment), at = i / cut.segment * units.segment;
-        (cut.segment == 16 ? byte_segments<16> : byte_segments<32>)(x + i, count, factor, to + i, units, at);
+        (cut.segment == 16 ? byte_segments<16, T> : byte_segments<32, T>)(x + i, count, factor, to + i, units, at);
     }
     const int64_t runs = cut.span / cut.segment;
     for (int64_t i = 0, at = 0; i < inputs; i += cut.span) {
