@@ -64,13 +64,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make_once
 
 
+# With AVX2 alone, logits of transformers in fp32 are up to 1.6e-4 from those in fp64, ours 2.6e-5. Its experts have no
+# fp64.
+FP64 = ("mamba", "falcon_mamba", "jamba-no-experts")
+
+
 @pytest.mark.parametrize("case", chosen(CASES, quick=QUICK), ids=str)
 def test_logits_equal_transformers(case: str, made: Made) -> None:
     reference, folder = made(case)
     model = load_model(open_model_folder(folder), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    if case.startswith(FP64):
+        reference = deepcopy(reference).double()
     with torch.no_grad():
-        expected = reference(tokens).logits
+        expected = reference(tokens).logits.float()
     for way, sizes in WAYS.items():
         if model.config.rope_scaling.kind == "dynamic" and way != "prefill":
             continue  # its frequencies depend on the length so far: the next test goes step by step
