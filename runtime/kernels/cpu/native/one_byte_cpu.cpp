@@ -191,7 +191,7 @@ struct ByteStrip {
     int64_t spans;
 };
 
-// The sum of the products of COUNT steps, in lanes of 32 bits: of pairs of words, or of fours of bytes.
+// The sum of the products of pairs of words, in lanes of 32 bits.
 struct WordSum {
     Ints sum;
     void begin(Ints) { sum = Ints{}; }
@@ -201,6 +201,7 @@ struct WordSum {
     }
     Ints end(Ints) const { return sum; }
 };
+// The sum of COUNT steps: pairs of words, or fours of bytes.
 template <int FIT, int COUNT> using StepSum = std::conditional_t<AS_WORDS<FIT>, WordSum, ByteSum<FIT, COUNT>>;
 
 // M rows times a panel. A span is RUNS segments of STEPS steps.

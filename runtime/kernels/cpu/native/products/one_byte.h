@@ -67,7 +67,8 @@ void byte_segments(const uint16_t* x, int64_t count, int32_t factor, T* to, cons
     }
 }
 
-// Converts a row of activations [inputs] to integers of one byte, stored as T. The shift of a span, the factor of an offset, is that of its first segment.
+// Converts a row of activations [inputs] to integers of one byte, stored as T. The shift of a span, the factor of an offset, is that
+// of its first segment.
 template <class T> void make_bytes(const uint16_t* x, int64_t inputs, const Cut& cut, int32_t factor, T* to, const Units& units) {
     for (int64_t i = 0; i < inputs; i += BATCH * cut.segment) {
         const int64_t count = std::min(BATCH, (inputs - i) / cut.segment), at = i / cut.segment * units.segment;
