@@ -6,10 +6,11 @@ RUN := PYTHONPATH=.links $(BIN)/python
 
 .PHONY: demo test test-all test-commands check style fix docs wheel test-floor test-emulated test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm mutants clean
 
+# Python compiles modules when it imports them: installing would compile all of torch and transformers, which takes longer.
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c .ci/constraints.txt -e '.[test]'
 	@touch $@
 
 # Static tools cannot see an editable install's import hook; three symlinks show them the namespace.
@@ -36,9 +37,9 @@ MUTANTS ?= --count 40 --out .mutants.jsonl
 mutants: $(VENV)/.ready .links/mycli
 	nice -n 19 $(RUN) -m tests.support.mutants $(MUTANTS)
 
-# Every command of README and docs that needs no other program, as a reader types it.
+# Every command of README and docs that needs no other program, as a reader types it; PAGES=readme: those of README.
 test-commands: $(VENV)/.ready .links/mycli
-	$(TESTS) -m typed tests/integration/test_documented_commands.py
+	$(TESTS) -m typed -k "$(PAGES)" tests/integration/test_documented_commands.py
 
 check: style
 	$(BIN)/mypy
@@ -48,14 +49,14 @@ style: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff format --check .
 
 # The oldest Triton that pyproject.toml allows comes with another torch; its compiler alone stands beside. What it has
-# compiled is kept, so that only kernels that changed are compiled again.
+# compiled is kept, so that only kernels that changed are compiled again. EVERY=6: a sixth of a kernel's variants.
 FLOOR := .floor-triton
 $(FLOOR)/.ready: Makefile | $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(FLOOR) triton==3.6.0
 	@touch $@
 
 test-floor: $(FLOOR)/.ready .links/mycli
-	TRITON_CACHE_DIR=$(FLOOR)/cache PYTHONPATH=$(FLOOR):.links $(BIN)/python -m tests.ptx.floor 90
+	TRITON_CACHE_DIR=$(FLOOR)/cache PYTHONPATH=$(FLOOR):.links $(BIN)/python -m tests.ptx.floor 90 $(EVERY)
 
 # All that is shown without a GPU, with the installed and the oldest Triton, for three compute capabilities: hours, which
 # may be interrupted. MATRIX chooses, for example "--part races 90".

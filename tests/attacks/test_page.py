@@ -137,6 +137,7 @@ def check(browser: Browser, node: str) -> None:
     assert browser.run("document.querySelectorAll('#prompt').length") == 1
 
 
+@pytest.mark.slow
 def test_no_text_stalls_the_page(browser: Browser, served: Served) -> None:
     browser.open(f"{served.url}/")
     browser.wait("document.title.startsWith('pico')")

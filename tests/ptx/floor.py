@@ -1,9 +1,9 @@
 """Compile every kernel with the installed Triton, for one compute capability: the check for the oldest supported one.
 
-PYTHONPATH=FOLDER_OF_A_TRITON:.links python -m tests.ptx.floor [90]
+PYTHONPATH=FOLDER_OF_A_TRITON:.links python -m tests.ptx.floor [90 [6]]
 
-A kernel that does not compile or that spills registers is named, and the exit code is 1. `tests.ptx.report` has the
-instruction counts.
+The second number compiles every sixth variant of each kernel, beginning with its first. A kernel that does not compile
+or that spills registers is named, and the exit code is 1. `tests.ptx.report` has the instruction counts.
 """
 
 import os
@@ -28,7 +28,11 @@ def trouble(name: str, capability: int) -> str | None:
 
 def _main(arguments: list[str]) -> int:
     capability = int(arguments[0]) if arguments else 90
-    names = [build.name for build in builds(capability)]
+    variants: dict[str, list[str]] = {}
+    for build in builds(capability):
+        variants.setdefault(build.kernel.__name__, []).append(build.name)
+    step = int(arguments[1]) if len(arguments) > 1 else 1
+    names = [name for each in variants.values() for name in each[::step]]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = [one for one in pool.map(trouble, names, [capability] * len(names)) if one is not None]
     print(

@@ -57,6 +57,7 @@ def source(tmp_path: Path) -> Source:
     return Source("someone/small", folder, "someone/small", "0" * 40)
 
 
+@pytest.mark.slow
 def test_hessians_of_the_model_lose_less_than_those_of_its_layers(tmp_path: Path) -> None:
     """The transform scales rows, whose gradients then have another size."""
     source, lost = Source("draft", DRAFT, None, None), {}

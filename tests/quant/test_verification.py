@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.command_line import Mycli
 from tests.support.engines import whole
 from tests.support.gguf_exports import make_exported
 from tests.support.gguf_files import rewrite
+from tests.support.grids import chosen
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
 from tests.support.quantizing import make
@@ -57,14 +59,22 @@ def _verify(model: Path, reader: str, reference: Path | None = None) -> Verified
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [
-        ("llama-rope-llama3", ":f32"),
-        ("qwen3_moe-8top2", ":f32"),
-        ("gemma4-ple-shared-kv-double", ":f32"),  # its table has more rows in the file
-        ("olmo3-yarn-tied", ":f16"),
-        ("qwen2-biases", ":q8_0"),
-        ("qwen3_5-odd-heads-tied", ":f32"),  # one of its linears has other columns in the file
-    ],
+    chosen(
+        [
+            ("llama-rope-llama3", ":f32"),
+            ("qwen3_moe-8top2", ":f32"),
+            ("gemma4-ple-shared-kv-double", ":f32"),  # its table has more rows in the file
+            ("olmo3-yarn-tied", ":f16"),
+            ("qwen2-biases", ":q8_0"),
+            ("qwen3_5-odd-heads-tied", ":f32"),  # one of its linears has other columns in the file
+        ],
+        quick=[
+            ("gemma4-ple-shared-kv-double", ":f32"),
+            ("olmo3-yarn-tied", ":f16"),
+            ("qwen2-biases", ":q8_0"),
+            ("qwen3_5-odd-heads-tied", ":f32"),
+        ],
+    ),
 )
 def test_exports_pass(name: str, variant: str, tmp_path: Path) -> None:
     path = _export(tmp_path, name, variant)
@@ -82,8 +92,13 @@ def _change(path: Path, tensor: str, change: Callable[[bytearray], None]) -> Non
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3_moe-8top2"])
-@pytest.mark.parametrize("by_reference", [False, True])
+@pytest.mark.parametrize(
+    ("name", "by_reference"),
+    chosen(
+        product(["llama-biases", "qwen3_moe-8top2"], [False, True]),
+        quick=[("llama-biases", True), ("qwen3_moe-8top2", False)],
+    ),
+)
 def test_tensors_that_a_converter_joined_pass(name: str, by_reference: bool, tmp_path: Path) -> None:
     """llama.cpp's converter joins them with --fuse-qkv and --fuse-gate-up-exps."""
 
@@ -244,6 +259,7 @@ def test_vllm_reads_no_files(tmp_path: Path) -> None:
         readers.load("vllm").read(readers.Task(tmp_path / "a.gguf", (1,), None))
 
 
+@pytest.mark.slow
 def test_transformers_reads_packed_experts_and_finds_a_scale(tmp_path: Path) -> None:
     """The way back of transformers from its joined experts fails for packed ones, which the reader has to avoid.
 

@@ -79,7 +79,7 @@ def test_a_server_that_cannot_be_listed_says_so(
     assert len(warnings) == (not writable) and all("neither mycli ps nor mycli stop" in line for line in warnings)
 
 
-@pytest.mark.parametrize("name", [[], ["first"]], ids=["the only one", "by name"])
+@pytest.mark.parametrize("name", [pytest.param([], marks=pytest.mark.slow), ["first"]], ids=["the only one", "by name"])
 def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycli, name: list[str]) -> None:
     assert mycli("ps").stdout == "" and mycli("stop").returncode == 4
     with process(environment, "--alias", "first", "--log-format", "json") as (one, port):

@@ -33,6 +33,7 @@ from tests.support.engines import whole
 from tests.support.exports import dense_values, export_to
 from tests.support.fim_model import MARKS, write_fim_tokenizer
 from tests.support.gguf_exports import make_exported
+from tests.support.grids import chosen
 from tests.support.models import CPU, random_model
 from tests.support.packed_folder import write_packed
 from tests.support.packed_mixture import FIELDS
@@ -84,7 +85,7 @@ def pico_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_to(PICO, "gguf:f32", tmp_path_factory.mktemp("pico") / "pico.gguf").path
 
 
-@pytest.mark.parametrize("kind", ["IQ4_XS", "Q5_K", "IQ2_XS"])
+@pytest.mark.parametrize("kind", chosen(["IQ4_XS", "Q5_K", "IQ2_XS"], quick=["IQ2_XS"]))
 def test_blocks_of_a_file_are_copied(kind: str, pico_f32: Path, tmp_path: Path) -> None:
     source, copy = tmp_path / "source.gguf", tmp_path / "copy.gguf"
     source.write_bytes(in_blocks(pico_f32, kind))

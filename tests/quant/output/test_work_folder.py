@@ -33,6 +33,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.forked import ForkedProcess
+from tests.support.grids import chosen
 from tests.support.models import CPU, random_model
 from tests.support.quantizing import UNMEASURED, make
 
@@ -144,7 +145,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPE, replace(RECIPE, method="awq+gptq"), replace(RECIPE, tune=True)],
+    chosen([RECIPE, replace(RECIPE, method="awq+gptq"), replace(RECIPE, tune=True)], quick=[RECIPE]),
     ids=lambda recipe: recipe.method + "-tune" * recipe.tune,
 )
 def test_finished_blocks_are_not_solved_again(

@@ -52,7 +52,7 @@ def device_code(count: int, rows: int, half: int, move: bool) -> tuple[Any, Any]
 
 
 @pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
-@pytest.mark.parametrize("half", [128, 2])
+@pytest.mark.parametrize("half", [pytest.param(128, marks=pytest.mark.slow), 2])
 def test_the_device_code_is_the_loop(half: int, move: bool, interpret: Interpret) -> None:  # noqa: F811  (as above)
     pytest.importorskip("triton")
     for count, rows in ((BLOCK, 9), (5, 3)):

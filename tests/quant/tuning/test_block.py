@@ -24,6 +24,7 @@ from mycli.quant.tuning.parameters import TunableBlock
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.grids import chosen
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
 from tests.support.rounding import GRID, problem, rounded, stored
@@ -119,7 +120,7 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert tuned.linears == solved.linears and tuned.changed == solved.changed
 
 
-@pytest.mark.parametrize("transform", [None, "awq"], ids=["gptq", "awq+gptq"])
+@pytest.mark.parametrize("transform", chosen([None, "awq"], quick=["awq"]), ids=["gptq", "awq+gptq"])
 def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings = {

@@ -185,6 +185,7 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert tuned.blocks == blocks and tuned.kl.after == tuned.kl.before
 
 
+@pytest.mark.slow
 def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_report(monkeypatch, 2048)
     recipe = Recipe(bits=3, group=64, samples=4 * HELD_OUT_EVERY, seq=64)

@@ -119,7 +119,7 @@ def test_replies_of_a_busy_server_are_the_plain_ones(case: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        ("qwen3_5-delta", "draft"),
+        pytest.param("qwen3_5-delta", "draft", marks=pytest.mark.slow),
         ("kimi_linear-8top3", "oracle"),
         ("qwen3_5-delta", "mtp"),
         ("cohere2-window7-tied", "oracle"),

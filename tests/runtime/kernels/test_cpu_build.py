@@ -29,14 +29,16 @@ from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.memory import huge_empty
 from tests.support.compilers import copying_compiler, fake_compiler
+from tests.support.grids import chosen
 
 CPU = torch.device("cpu")
+SOURCES = sorted(name for name in compiler.read_sources() if name.endswith(".cpp"))
 
 pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
-@pytest.mark.parametrize("source", sorted(name for name in compiler.read_sources() if name.endswith(".cpp")))
+@pytest.mark.parametrize("source", chosen(SOURCES, quick=["packed_cpu.cpp", "attention_cpu.cpp"]))
 def test_sources_are_valid_for_processors_without_avx2(source: str) -> None:
     program, _ = find_compiler()
     folder = Path(compiler.__file__).parents[1] / "native"

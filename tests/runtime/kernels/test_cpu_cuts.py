@@ -149,7 +149,10 @@ def last_logits(runner: ModelRunner, tokens: Sequence[int], pieces: Sequence[tup
 
 # Every model with this machine's own vectors, and two kinds of layers with the oldest ones.
 RUNS = product(MODELS, VECTORS)
-QUICK_RUNS = [*((case, "native") for case in MODELS), ("gemma2-mqa-low-caps-untied", "avx2"), (MODELS[3], "avx2")]
+QUICK_RUNS = [
+    *((case, "native") for case in MODELS if not case.startswith("qwen3_next")),
+    *((case, "avx2") for case in (MODELS[0], MODELS[3])),
+]
 
 
 @pytest.mark.parametrize(("case", "vectors"), chosen(RUNS, QUICK_RUNS), indirect=["vectors"])

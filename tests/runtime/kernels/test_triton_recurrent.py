@@ -1,6 +1,7 @@
 """Test the recurrences of captured passes against the references in the interpreter: results and states."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mycli.runtime.kernels.recurrent import DeltaSizes, DeviceRuns, ScanSizes, convolve, delta_rule, scan
 from mycli.runtime.kernels.triton.recurrent import triton_convolve, triton_delta_rule, triton_scan
+from tests.support.grids import chosen
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, interpret
 
@@ -24,6 +26,7 @@ SHAPES = [
     (19, ((0, 19), (7, 18), (9, 0))),
     (7, ((0, 7), (7, 6), (9, 0))),  # for kernels that take tokens one by one
 ]
+ROWS = {"decode": 0, "drafts": 1, "prompts": 3}  # of SHAPES
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 Step = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Any], Tensor]
 
@@ -89,20 +92,24 @@ def ruled(sizes: DeltaSizes, dtype: torch.dtype, shape: int) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [0, 1, 3], ids=["decode", "drafts", "prompts"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        DeltaSizes(4, 2, 16, 32),
-        DeltaSizes(3, 1, 24, 20, beta_scale=2.0),
-        DeltaSizes(3, 3, 16, 16, by_channel=True),
-        DeltaSizes(2, 2, 24, 8, by_channel=True, floor=-5.0),
-    ],
-    ids=["copies", "odd", "channels", "floor"],
-)
-def test_delta_rules(sizes: DeltaSizes, shape: int, interpret: Interpret) -> None:
+DELTA_RULES = {
+    "copies": DeltaSizes(4, 2, 16, 32),
+    "odd": DeltaSizes(3, 1, 24, 20, beta_scale=2.0),
+    "channels": DeltaSizes(3, 3, 16, 16, by_channel=True),
+    "floor": DeltaSizes(2, 2, 24, 8, by_channel=True, floor=-5.0),
+}
+QUICK_RULES = [
+    *(("copies", name) for name in ("decode", "prompts")),
+    ("odd", "drafts"),
+    *(("channels", name) for name in ("decode", "drafts")),
+    *(("floor", name) for name in ROWS),
+]
+
+
+@pytest.mark.parametrize(("sizes", "rows"), chosen(product(DELTA_RULES, ROWS), QUICK_RULES))
+def test_delta_rules(sizes: str, rows: str, interpret: Interpret) -> None:
     for dtype in DTYPES:
-        interpret(ruled, sizes, dtype, shape)
+        interpret(ruled, DELTA_RULES[sizes], dtype, ROWS[rows])
 
 
 def scanned(sizes: ScanSizes, dtype: torch.dtype, shape: int) -> None:
@@ -121,17 +128,21 @@ def scanned(sizes: ScanSizes, dtype: torch.dtype, shape: int) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [0, 1, 3], ids=["decode", "drafts", "prompts"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ScanSizes(4, 2, 16, 16, (0.0, float("inf"))),
-        ScanSizes(3, 1, 24, 20, (0.1, 0.9)),
-        ScanSizes(1, 1, 48, 16, (0.0, float("inf")), by_channel=True),
-        ScanSizes(1, 1, 20, 12, (0.1, 0.9), by_channel=True),
-    ],
-    ids=["groups", "odd-limits", "channels", "odd-channels-limits"],
-)
-def test_scans(sizes: ScanSizes, shape: int, interpret: Interpret) -> None:
+SCANS = {
+    "groups": ScanSizes(4, 2, 16, 16, (0.0, float("inf"))),
+    "odd-limits": ScanSizes(3, 1, 24, 20, (0.1, 0.9)),
+    "channels": ScanSizes(1, 1, 48, 16, (0.0, float("inf")), by_channel=True),
+    "odd-channels-limits": ScanSizes(1, 1, 20, 12, (0.1, 0.9), by_channel=True),
+}
+QUICK_SCANS = [
+    *(("groups", name) for name in ("decode", "prompts")),
+    *(("odd-limits", name) for name in ("decode", "drafts")),
+    ("channels", "drafts"),
+    *(("odd-channels-limits", name) for name in ("decode", "prompts")),
+]
+
+
+@pytest.mark.parametrize(("sizes", "rows"), chosen(product(SCANS, ROWS), QUICK_SCANS))
+def test_scans(sizes: str, rows: str, interpret: Interpret) -> None:
     for dtype in DTYPES:
-        interpret(scanned, sizes, dtype, shape)
+        interpret(scanned, SCANS[sizes], dtype, ROWS[rows])

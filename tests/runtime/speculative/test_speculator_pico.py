@@ -181,7 +181,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("kind", chosen(["draft", "ngram"], quick=["ngram"]))
 def test_draws_follow_the_target(kind: str) -> None:
     assert p_value(2000, kind, SAMPLINGS["temperature"]) > 1e-3
 
@@ -193,6 +193,7 @@ def test_200000_draws_follow_the_target(name: str, kind: str) -> None:
     assert p_value(200_000, kind, SAMPLINGS[name]) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_test_sees_a_wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert p_value(2000, "draft", SAMPLINGS["temperature"]) < 1e-3

@@ -19,6 +19,7 @@ from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, tokenizer_json
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.grids import chosen
 from tests.support.paths import PICO, ROOT
 
 _DATA = Path("shared") / "data" / "tokenizers"  # next to a checkout or further up, on machines that have it
@@ -88,7 +89,7 @@ def _check_against_its_source(name: str, count: int) -> None:
     assert ours.get_vocab(with_added_tokens=True) == reference.get_vocab(with_added_tokens=True)
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", chosen(REAL, quick=["pico", "qwen2"]))
 def test_ids_are_those_of_tokenizer_json(name: str) -> None:
     _check_against_its_source(name, 300)
 

@@ -23,6 +23,7 @@ from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from tests.support.families import CASES, make
 from tests.support.graphs import recording
+from tests.support.grids import chosen
 from tests.support.native_parts import WIDE, load_bf16, need_native_code
 from tests.support.triton_interpreter import Interpret, interpret
 
@@ -106,7 +107,7 @@ def ends(folder: str, case: str) -> int:
     return loop.steps
 
 
-@pytest.mark.parametrize("case", FAMILIES[:2])
+@pytest.mark.parametrize("case", chosen(FAMILIES[:2], quick=FAMILIES[:1]))
 def test_a_later_turn_resumes_at_the_state_of_every_ending(case: str, tmp_path: Path, interpret: Interpret) -> None:
     need_native_code()
     steps = interpret(ends, str(tmp_path), case)
@@ -136,7 +137,7 @@ def served(folder: str, case: str) -> tuple[float, int]:
     return loop.steps / loop.launches, both[0].stats.preemptions
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", chosen(FAMILIES, quick=[FAMILIES[0], FAMILIES[3]]))
 def test_replies_of_a_busy_server_are_the_plain_ones(case: str, tmp_path: Path, interpret: Interpret) -> None:
     need_native_code()
     share, preemptions = interpret(served, str(tmp_path), case)  # type: ignore[misc]  # the pool carries any result
