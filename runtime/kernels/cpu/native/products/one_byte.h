@@ -184,10 +184,7 @@ private:
 
 // The codes of four q of a block for the rows of vector `part`: numbers from 0, or signed.
 template <int B> inline __attribute__((always_inline)) Words byte_codes(const uint8_t* block, int q, int part) {
-    typedef int8_t Signed __attribute__((vector_size(VECTOR)));
-    const Words codes = four_numbers<B, Words>(block, q, part);
-    if constexpr (SIGNED_CODES<B>) return (Words)((Signed)codes - int8_t(ZERO<B>));
-    return codes;
+    return four_numbers<B, Words, SIGNED_CODES<B> ? ZERO<B> : 0>(block, q, part);
 }
 
 // How the sum of a segment is added to its span, and a span to a row.

@@ -124,11 +124,7 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
 
 // The codes of four q of a block in the bytes of each lane, for the rows of one half; signed if dot products are.
 template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
-    U code = four_numbers<B, U>(block, q, half);
-#if WIDTH == 16
-    code = (U)((int8x16_t)code - int8_t(ZERO<B>));
-#endif
-    return code;
+    return four_numbers<B, U, SIGNED_DOTS ? ZERO<B> : 0>(block, q, half);
 }
 #endif
 

@@ -270,11 +270,22 @@ constexpr int largest_of(const uint8_t (&numbers)[16]) {
 template <int B> constexpr int ZERO = TABLE<B> ? ZEROS[B / 16 - 1] : 1 << (B - 1);  // subtracted from a number of `numbers` to get the signed value
 template <int B> constexpr int LARGEST = TABLE<B> ? largest_of(NUMBERS[B / 16 - 1]) : (1 << B) - 1;  // of these numbers
 
-// A vector V of codes in bytes, as numbers from 0.
-template <int B, class V> inline __attribute__((always_inline)) V numbers(V codes) {
+struct Table {
+    alignas(16) uint8_t of[16];
+};
+constexpr Table table_from(int kind, int zero) {
+    Table table = {};
+    for (int i = 0; i < 16; i++) table.of[i] = uint8_t(NUMBERS[kind][i] - zero);
+    return table;
+}
+// The numbers of a table minus FROM, as bytes.
+template <int B, int FROM> constexpr Table NUMBERS_FROM = table_from(B / 16 - 1, FROM);
+
+// A vector V of codes in bytes, as numbers from 0, minus FROM.
+template <int B, int FROM = 0, class V> inline __attribute__((always_inline)) V numbers(V codes) {
     if constexpr (TABLE<B>) {
         typedef uint8_t Sixteen __attribute__((vector_size(16)));
-        const uint8_t* const table = NUMBERS[B / 16 - 1];
+        const uint8_t* const table = NUMBERS_FROM<B, FROM>.of;
 #if defined(__AVX512BW__)
         if constexpr (sizeof(V) == 64) return (V)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_vector<__m128i>(table)), (__m512i)codes);
 #endif
@@ -283,7 +294,8 @@ template <int B, class V> inline __attribute__((always_inline)) V numbers(V code
 #endif
         if constexpr (sizeof(V) == 16) return (V)__builtin_shuffle(load_vector<Sixteen>(table), (Sixteen)codes);
     }
-    return codes;
+    typedef int8_t Signed __attribute__((vector_size(sizeof(V))));
+    return FROM ? (V)((Signed)codes - int8_t(FROM)) : codes;
 }
 
 // Calls use(bits of the field, its first vector, its position in the code) for each field of B bits.
@@ -296,8 +308,8 @@ template <int B, class Use> inline __attribute__((always_inline)) void each_fiel
     }
 }
 
-// The codes of four q of a block in the bytes of each lane, for the rows of vector `part`, as numbers from 0.
-template <int B, class V> inline __attribute__((always_inline)) V four_numbers(const uint8_t* block, int q, int part) {
+// The codes of four q of a block in the bytes of each lane, for the rows of vector `part`, as numbers from 0, minus FROM.
+template <int B, class V, int FROM = 0> inline __attribute__((always_inline)) V four_numbers(const uint8_t* block, int q, int part) {
     V code = {};
     each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
         constexpr int P = bits.value;
@@ -306,7 +318,7 @@ template <int B, class V> inline __attribute__((always_inline)) V four_numbers(c
         const V moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
         code |= P == 8 ? moved : moved & uint16_t((field_mask<P> << place) * 0x101);
     });
-    return numbers<B>(code);
+    return numbers<B, FROM>(code);
 }
 
 template <int B> inline __attribute__((always_inline)) void prefetch(const uint8_t* block) {
