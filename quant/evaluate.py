@@ -165,7 +165,9 @@ def evaluate_each(
     at_once = max(1, STREAM_BYTES // row_bytes)
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
-        streams = [streamed.hidden(part, progress) for streamed in every]
+        streams = [
+            streamed.hidden(part, _numbered(progress, number, len(every))) for number, streamed in enumerate(every, 1)
+        ]
         if same_blocks:
             streams = [streams[0]] * len(models) + streams[1:]
         trim_heap(mmap_threshold=4 << 20)  # scores lie between slices of logits, so malloc could never return those
@@ -177,6 +179,13 @@ def evaluate_each(
             progress("windows", len(scores[0]), windows)
         trim_heap()
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
+
+
+def _numbered(progress: ReportProgress, number: int, count: int) -> ReportProgress:
+    """Name the model in the stage where several run one after the other."""
+    if count == 1:
+        return progress
+    return lambda stage, done, total: progress(f"{stage} of model {number} of {count}", done, total)
 
 
 def require_same_vocabulary(first: ModelConfig, second: ModelConfig) -> None:

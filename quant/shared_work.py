@@ -10,11 +10,13 @@ from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import STREAM_BYTES
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.output import model_card
-from mycli.quant.planning.plan import QuantizationPlan
+from mycli.quant.planning.plan import QuantizationPlan, measured_tokens
 from mycli.quant.progress import ReportProgress
 from mycli.quant.quality_report import Original
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+
+REMEMBERED_BYTES = 256 << 20  # of the residual streams of an original that only one result is measured against
 
 
 class SharedWork:
@@ -25,7 +27,6 @@ class SharedWork:
 
         digests: of the source's files, where they are known.
         """
-        self._model = RememberedModel if remembers else StreamedModel
         self._remembers = remembers
         self._calibrations: dict[tuple[object, ...], Calibration] = {}
         self._moments: dict[tuple[object, ...], list[LayerMoments]] = {}
@@ -66,6 +67,12 @@ class SharedWork:
     def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
         at_once = work.need.at_once
         if self._original is None or self._original.model.at_once != at_once:
-            model = self._model(work.folder, placement, at_once)
-            self._original = Original(model, work.settings.max_ram, whole=whole)
+            kind = RememberedModel if self._remembers or _runs_again(work, placement) else StreamedModel
+            self._original = Original(kind(work.folder, placement, at_once), work.settings.max_ram, whole=whole)
         return self._original
+
+
+def _runs_again(work: QuantizationPlan, placement: Placement) -> bool:
+    # The head is chosen by the text that the result is then measured on; with a long text its stream needs much memory.
+    stream = measured_tokens(work.settings.report) * work.config.stream_width * placement.dtype.itemsize
+    return work.chooses_head and stream <= REMEMBERED_BYTES

@@ -33,6 +33,8 @@ _PASSES = 2.7
 _KEEPING_PASSES = 2.0
 _TRANSFORM_PASSES = 1.0  # more, where a transform observes every product of the original first
 _GRADIENT_PASSES = 5  # of a token through a block: both models forward, the copy also backward
+_REPORT_PASSES = 2  # of a measured token: both models
+_ACTIVATION_PASSES = 1.0  # more on a CPU, whose kernels multiply by packed weights: activations of 16 and of 8 bits
 _OUTPUT_PASSES = 4  # of a token for output moments: forward twice, backward, and the sums
 _ROWS_IN_TURN = 2.5  # times as long as all rows in one call: an estimate
 
@@ -67,7 +69,8 @@ def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
         passes = _KEEPING_PASSES if work.need.keeps_inputs else _PASSES
         passes += 0 if recipe.transform is None else _TRANSFORM_PASSES
         gradients = min(GRADIENT_WINDOWS, recipe.samples) * work.seq if has_moments else 0
-        passing = _passing(model, work.seq) * (passes * calibrated + _OUTPUT_PASSES * gradients + 2 * measured)
+        reports = _REPORT_PASSES + (_ACTIVATION_PASSES if placement.device.type == "cpu" else 0)
+        passing = _passing(model, work.seq) * (passes * calibrated + _OUTPUT_PASSES * gradients + reports * measured)
     # The result is hashed at the end; the source is hashed in the background.
     zeros = bytes(_HASHED)
     hashing = work.size.bytes * _seconds(lambda: hashlib.sha256(zeros)) / _HASHED

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from mycli.quant import shared_work
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.planning.settings import PlanSettings
 from mycli.quant.planning.target import OutputTarget
+from mycli.quant.progress import Callbacks, ReportProgress, silent
 from mycli.quant.recipe import Head, Recipe
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -143,3 +146,23 @@ def test_a_new_plan_keeps_what_was_written(tmp_path: Path, limit: int) -> None:
     assert torch.equal(copy.read("b"), tensors["b"].bfloat16()) and copy.read("d").tolist() == [0, 1, 2]
     assert (tmp_path / "out" / INDEX).exists() is (limit == 600)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == (1 if limit > 600 else 3)
+
+
+@pytest.mark.parametrize("limit", [shared_work.REMEMBERED_BYTES, 0])
+def test_the_original_reads_the_text_once_unless_that_needs_much_memory(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """It is compared with both heads, then with the activations of the result."""
+    monkeypatch.setattr(shared_work, "REMEMBERED_BYTES", limit)
+    read, stages, hidden = list[Path](), dict[str, int](), StreamedModel.hidden
+
+    def counted(model: StreamedModel, tokens: torch.Tensor, progress: ReportProgress = silent) -> torch.Tensor:
+        read.append(model.folder.path)
+        return hidden(model, tokens, progress)
+
+    monkeypatch.setattr(StreamedModel, "hidden", counted)
+    report = Callbacks(lambda stage, done, total: stages.update({stage: done}))
+    made(source, tmp_path / "copy", RTN, callbacks=report)
+    assert read.count(source.folder) == (1 if limit else 2)
+    layers = open_model_folder(source.folder).config.layers
+    assert stages["layers of model 1 of 2"] == stages["layers of model 2 of 2"] == layers
