@@ -5,15 +5,28 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request
+from mycli.runtime.sampling.logprobs import TokenLogprob
+from mycli.runtime.sampling.params import MAX_TEMPERATURE
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.ollama import rendering
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.ollama.rendering import OllamaRendering
-from mycli.runtime.server.ollama.request import OllamaGenerateRequest, OllamaRequest, read_format, read_options
+from mycli.runtime.server.ollama.request import (
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaRequest,
+    ollama_spec,
+    read_format,
+    read_options,
+    refuse_fields,
+    shown_name,
+)
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall
 
 SECOND = 1_000_000_000  # in nanoseconds
 
@@ -60,6 +73,33 @@ def test_options_are_those_of_the_other_interfaces() -> None:
     assert read_options(OllamaRequest(), 512)[1:] == (None, [])
 
 
+# The smallest and the largest value of each.
+RANGES: dict[str, tuple[float, float]] = {
+    "num_predict": (-2, 1 << 31),
+    "num_ctx": (0, 1 << 31),
+    "temperature": (0, MAX_TEMPERATURE),
+    "top_k": (-1, 1 << 31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_options_end_at_their_limits(name: str) -> None:
+    low, high = RANGES[name]
+    for value in (low, high):
+        assert getattr(OllamaOptions.model_validate({name: value}), name) == value
+    step = 1 if isinstance(low, int) and abs(high) > 100 else 0.001
+    for value in (low - step, high + step):
+        with pytest.raises(ApiError) as error:
+            options(**{name: value})
+        assert error.value.param == f"options.{name}"
+
+
 @pytest.mark.parametrize(
     ("values", "omitted"),
     [
@@ -97,6 +137,33 @@ def test_alternatives_come_with_logprobs_alone() -> None:
     assert OllamaRequest(logprobs=True, top_logprobs=2).top == 2
 
 
+@pytest.mark.parametrize(
+    ("think", "arguments"),
+    [
+        (None, {}),
+        ("", {}),
+        (True, {"enable_thinking": True}),
+        (False, {"enable_thinking": False}),
+        ("low", {"enable_thinking": True, "reasoning_effort": "low"}),
+    ],
+)
+def test_thinking_is_switched_or_has_an_effort(think: Any, arguments: dict[str, Any]) -> None:
+    body = OllamaRequest(think=think)
+    assert ollama_spec(body, [], read_options(body, 512)).arguments == arguments
+
+
+def test_a_conversation_as_token_ids_ends_at_a_mebitoken_and_is_refused() -> None:
+    with pytest.raises(ApiError, match="context: is not supported; send the conversation to /api/chat"):
+        refuse_fields(OllamaGenerateRequest(context=[1] * (1 << 20)))
+    with pytest.raises(ValidationError, match="at most 1048576 items"):
+        OllamaGenerateRequest(context=[1] * ((1 << 20) + 1))
+
+
+def test_the_name_in_a_reply_is_the_one_of_the_request() -> None:
+    server = cast(Service, SimpleNamespace(name="pico"))
+    assert [shown_name(OllamaRequest(model=name), server) for name in ("alias", None)] == ["alias", "pico"]
+
+
 def test_a_format_is_any_text_json_or_a_schema() -> None:
     assert read_format(OllamaRequest(format="")) is None is read_format(OllamaRequest())
     formats = [read_format(OllamaRequest(format=form)) for form in ("json", {"type": "integer"})]
@@ -106,17 +173,86 @@ def test_a_format_is_any_text_json_or_a_schema() -> None:
     ]
 
 
+class Letters:
+    """Has the token 97 for "a" and so on."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+def begun_rendering(body: OllamaRequest, as_message: bool = True) -> tuple[Prepared, OllamaRendering]:
+    reader = cast(Any, SimpleNamespace(index=0))
+    prepared = Prepared([(Request((1, 2)), [reader])], [(1, 2)])
+    service = cast(Service, SimpleNamespace(name="pico", loaded=SimpleNamespace(tokenizer=Letters())))
+    return prepared, OllamaRendering(service, prepared, body, as_message)
+
+
+def shown(body: OllamaRequest, *pieces: Piece) -> list[dict[str, Any]]:
+    """Return the lines of a stream before the last one, without name and time."""
+    _, rendered = begun_rendering(body)
+    written = [json.loads(line) for piece in pieces for line in rendered.add(piece)]
+    return [{name: line[name] for name in line if name not in ("model", "created_at")} for line in written]
+
+
+def line(content: str = "", **fields: Any) -> dict[str, Any]:
+    logprobs = {"logprobs": fields.pop("logprobs")} if "logprobs" in fields else {}
+    return {"message": {"role": "assistant", "content": content, **fields}, "done": False, **logprobs}
+
+
+THOUGHT, NOTHING = Piece(reasoning="Hm."), Piece(tokens=(5,))
+
+
+@pytest.mark.parametrize("think", [None, True, False, "low"])
+def test_reasoning_is_shown_unless_it_is_switched_off(think: Any) -> None:
+    body = OllamaRequest(think=think)
+    expected = [line("Hi")] if think is False else [line(thinking="Hm."), line("Hi")]
+    assert shown(body, THOUGHT, NOTHING, Piece(parts=("Hi",))) == expected
+    _, rendered = begun_rendering(body)
+    message = rendered.whole([Piece(parts=("Hi",), reasoning="Hm.", end="stop")])["message"]
+    assert message == {"role": "assistant", "content": "Hi", **({} if think is False else {"thinking": "Hm."})}
+
+
+def test_tokens_without_text_have_their_log_probabilities() -> None:
+    logprobs = (TokenLogprob(ord("a"), -1.0, ()),)
+    written = {"token": "a", "bytes": [ord("a")], "logprob": -1.0, "top_logprobs": []}
+    (only,) = shown(OllamaRequest(), Piece(logprobs=logprobs))
+    assert only["message"] == line()["message"] and only["logprobs"][0] == {**only["logprobs"][0], **written}
+    _, rendered = begun_rendering(OllamaRequest())
+    assert json.loads(b"".join(rendered.keep_alive())).keys() == {"model", "created_at", "message", "done"}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"at": 1}', {"at": 1}),
+        ("", {}),
+        ('{"at"', {"INVALID_JSON": '{"at"'}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+    ],
+)
+def test_a_call_is_shown_when_it_is_complete(written: str, arguments: dict[str, Any]) -> None:
+    parts = [Piece(parts=(ToolCall("look", written[:3]),)), Piece(parts=(ToolCall("", written[3:]),))]
+    ends = [Piece(end="stop"), Piece(parts=("Hi",), end="stop")]
+    for end in ends:
+        (last,) = shown(OllamaRequest(), *parts, end)
+        (call,) = last["message"].pop("tool_calls")
+        assert last == line(end.content)
+        assert call["function"] == {"index": 0, "name": "look", "arguments": arguments}
+        _, rendered = begun_rendering(OllamaRequest())
+        whole = Piece(parts=(ToolCall("look", written), *end.parts), end="stop")
+        (same,) = rendered.whole([whole])["message"]["tool_calls"]
+        assert same["function"] == call["function"]
+    assert shown(OllamaRequest(), Piece(parts=("Hi",)), Piece(end="stop")) == [line("Hi")]
+
+
 def test_times_are_of_the_prompt_and_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr(rendering, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    service = cast(Service, SimpleNamespace(name="pico", loaded=SimpleNamespace(tokenizer=None)))
     reply = Piece(parts=("Hi",), tokens=(5, 6, 7), end="length")
 
     def begun() -> tuple[Prepared, OllamaRendering]:
         now[0] = 100 * SECOND
-        reader = cast(Any, SimpleNamespace(index=0))
-        prepared = Prepared([(Request((1, 2)), [reader])], [(1, 2)])
-        return prepared, OllamaRendering(service, prepared, OllamaGenerateRequest(), as_message=False)
+        return begun_rendering(OllamaGenerateRequest(), as_message=False)
 
     def figures(fields: Any) -> tuple[int, ...]:
         durations = tuple(fields[f"{name}_duration"] / SECOND for name in ("total", "load", "prompt_eval", "eval"))
