@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.requests.item_store import ItemStore
@@ -11,6 +12,7 @@ from mycli.runtime.server.routes.response_input import input_messages
 from mycli.runtime.server.routes.responses_request import (
     LOGPROBS,
     ResponsesRequest,
+    ToolIdentity,
     callable_tools,
     flat_name,
     response_spec,
@@ -26,9 +28,10 @@ TOOLS = [
 ]
 
 
-def spec(**fields: Any) -> ChatSpec:
-    body = ResponsesRequest.model_validate({"input": "Hi", **fields})
-    messages, omitted = input_messages(body, ItemStore())
+def spec(*stored: dict[str, Any], **fields: Any) -> ChatSpec:
+    body, store = ResponsesRequest.model_validate({"input": "Hi", **fields}), ItemStore()
+    store.keep(stored)
+    messages, omitted = input_messages(body, store)
     return response_spec(body, messages, omitted, callable_tools(body))
 
 
@@ -41,6 +44,52 @@ def test_tools_are_named_with_their_namespace() -> None:
     assert list(found.omitted_types) == ["web_search"] * 2 and list(found.omitted) == ["grammar of tool exact"]
     plain, exact = (found.tools[index]["function"]["parameters"]["properties"]["input"] for index in (1, 2))
     assert plain == {"type": "string"} and exact["description"] == "matches this lark grammar:\nstart: A"
+
+
+def test_tools_are_described_to_the_model() -> None:
+    parameters, grammar = {"type": "object", "properties": {"at": {"type": "string"}}}, {"type": "grammar"}
+    tools = [
+        {"type": "function", "name": "look", "description": "Looks.", "parameters": parameters},
+        {"type": "function", "name": "wait"},
+        {"type": "custom", "name": "write", "description": "Writes.", "format": grammar},
+    ]
+    found = callable_tools(ResponsesRequest.model_validate({"input": "Hi", "tools": tools}))
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    assert [tool["function"] for tool in found.tools] == [
+        {"name": "look", "description": "Looks.", "parameters": parameters},
+        {"name": "wait"},
+        {"name": "write", "description": "Writes.", "parameters": {**text, "additionalProperties": False}},
+    ]
+    assert not found.omitted and found.identities["look"] == ToolIdentity("look") != ToolIdentity("look", custom=True)
+    none = callable_tools(
+        ResponsesRequest.model_validate({"input": "Hi", "tools": [{"type": "namespace", "name": "a"}]})
+    )
+    assert not none.tools and not none.omitted_types
+    assert not ToolIdentity("look").custom
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"tools": [{"type": kind}]}, "name is required") for kind in ("function", "custom", "namespace")]
+    + [({"tool_choice": {"type": kind}}, "name is required") for kind in ("function", "custom")]
+    + [
+        ({"tool_choice": {"type": "allowed_tools", **fields}}, "mode and tools are required")
+        for fields in ({}, {"mode": "auto"}, {"mode": "auto", "tools": []}, {"tools": [TOOLS[0]]})
+    ]
+    + [({"input": [{"type": "function_call_output", "output": [{"text": "a"}]}]}, "type is required")],
+    ids=str,
+)
+def test_what_is_incomplete_is_refused(fields: Any, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        spec(**fields)
+
+
+def test_reasoning_is_shown_unless_a_request_refuses_it() -> None:
+    shows = [
+        ResponsesRequest.model_validate({"input": "Hi", "include_reasoning": shown}).shows_reasoning
+        for shown in (None, True, False)
+    ]
+    assert shows == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +105,14 @@ def test_tools_are_named_with_their_namespace() -> None:
             None,
             ["write"],
         ),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{**TOOLS[0], "namespace": "a"}]},
+            "auto",
+            None,
+            ["a.look"],
+        ),
+        ("none", "none", None, None),
+        ({"type": "custom", "name": "other"}, "required", "other", None),
     ],
 )
 def test_the_choice_of_a_tool(choice: Any, kind: str, named: str | None, allowed: list[str] | None) -> None:
@@ -85,6 +142,8 @@ def test_options_of_the_reply() -> None:
         ["field text.verbosity"],
         [],
     ]
+    arguments = spec(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1}).arguments
+    assert arguments == {"reasoning_effort": "low", "a": 1}
     assert spec(reasoning={"effort": "none"}).arguments == {"reasoning_effort": "none", "enable_thinking": False}
 
 
@@ -92,7 +151,14 @@ def test_the_format_of_the_text() -> None:
     assert spec(text={"format": {"type": "text"}}).format is None
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
     found = spec(text={"format": schema}).format
-    assert found is not None and found.type == "json_schema"
+    assert found is not None and (found.type, found.place) == ("json_schema", "text.format")
+    for fields, kind in (
+        ({"text": {"format": {"type": "json_object"}}}, "json_object"),
+        ({"text": {"format": {"type": "text"}}, "regex": "a"}, "regex"),
+        ({"text": {"verbosity": "medium"}, "regex": "a"}, "regex"),
+    ):
+        other = spec(**fields).format
+        assert other is not None and other.type == kind
     with pytest.raises(ApiError, match="text.format.schema is missing"):
         spec(text={"format": {"type": "json_schema", "name": "n"}})
     with pytest.raises(ApiError, match="cannot be combined with another format"):
@@ -114,14 +180,48 @@ def test_items_become_messages() -> None:
     assert [message.role for message in asked.messages] == ["system", "user", "assistant", "tool", "assistant"]
     _, _, called, result, said = asked.messages
     assert called.reasoning == "Near." and said.reasoning == ""
-    assert [part["function"]["name"] for part in called.tool_calls] == ["look", "shell"], (
-        "parallel calls are one message"
-    )
+    calls = [(part["id"], *part["function"].values()) for part in called.tool_calls]
+    assert calls == [("a", "look", {"at": 1}), ("b", "shell", {"command": "ls"})], "parallel calls are one message"
     assert (result.name, result.tool_call_id, result.content) == ("look", "a", "A dog.")
     assert list(asked.omitted) == ["item web_search_call"]
     for wrong, words in (({"type": "odd"}, "'odd' is not supported"), ({"type": "message"}, "role: is required")):
         with pytest.raises(ApiError, match=words):
             spec(input=[wrong])
+
+
+def test_reasoning_belongs_to_what_the_assistant_says_next() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Near."}]}
+    said = {"role": "assistant", "content": "It is a dog."}
+    for items, reasoning in (
+        ([thought, said], ["Near."]),
+        ([thought, {"role": "user", "content": "And?"}, said], ["", "Near."]),
+        ([thought, thought, said, said], ["Near.Near.", ""]),
+        ([said, thought, {"type": "function_call", "name": "look"}], ["Near."]),
+        ([{"role": "user", "content": "And?"}, thought, {"type": "function_call", "name": "look"}], ["", "Near."]),
+    ):
+        assert [message.reasoning for message in spec(input=items).messages] == reasoning
+
+
+def test_an_item_is_read_by_its_id() -> None:
+    stored = {"id": "m", "type": "message", "role": "assistant", "content": "Well,"}
+    for reference in ({"type": "item_reference", "id": "m"}, {"id": "m"}):
+        assert [message.content for message in spec(stored, input=[reference]).messages] == ["Well,"]
+    for reference in ({"type": "item_reference", "id": "x"}, {"type": "item_reference"}, {}):
+        with pytest.raises(ApiError, match="input.0: no item") as error:
+            spec(stored, input=[reference])
+        assert (error.value.status, error.value.param) == (404, "input.0")
+    with pytest.raises(ApiError, match="the item cannot be used"):
+        spec({"id": "m", "type": "message", "role": "nobody"}, input=[{"id": "m"}])
+
+
+def test_an_image_in_a_result_is_left_out_and_named() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    text = {"type": "input_text", "text": "A dog."}
+    asked = spec(input=[{"type": "function_call_output", "call_id": "a", "output": [text, image]}])
+    assert [message.content for message in asked.messages] == [
+        "A dog.\n[input_image: left out, this model reads text only]"
+    ]
+    assert list(asked.omitted) == ["part input_image"]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +251,9 @@ def test_outputs_of_the_tools_of_openai(output: Any, text: str) -> None:
     items = [{"call_id": "a", **calls[output["type"]]}, {"call_id": "a", **output}]
     called, result = spec(input=items).messages
     name = "shell" if output["type"].startswith("shell") else "apply_patch"
+    assert called.tool_calls[0]["function"]["arguments"] == (
+        operation if name == "apply_patch" else {"commands": ["ls"]}
+    )
     assert called.tool_calls[0]["function"]["name"] == result.name == name and result.content == text
 
 
@@ -166,6 +269,35 @@ def test_items_of_tools_that_openai_runs_are_left_out() -> None:
     asked = spec(input=items)
     assert list(asked.omitted) == [f"item {item['type']}" for item in items[1:4]]
     assert asked.messages[-1].content == 'error: {"type": "http_error", "code": 1}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"output": "A dog."}, "A dog."),
+        ({"error": "no file"}, "error: no file"),
+        ({"status": "failed"}, "failed"),
+        ({}, ""),
+        ({"output": [{"stdout": "a", "outcome": {"type": "exit", "exit_code": 0}}]}, "a\nexit code: 0"),
+        ({"output": [{"stderr": "b", "outcome": {"type": "timeout"}}]}, "b\ntimed out"),
+    ],
+)
+def test_a_result_is_the_output_the_error_or_the_status(fields: Any, text: str) -> None:
+    (message,) = spec(input=[{"type": "function_call_output", "id": "a", **fields}]).messages
+    assert (message.content, message.tool_call_id, message.name) == (text, "a", "")
+
+
+def test_calls_of_tools_that_others_run_are_calls_and_results() -> None:
+    custom = {"type": "custom_tool_call", "call_id": "c", "name": "write", "namespace": "files", "input": "x"}
+    remote = {"type": "mcp_call", "id": "m", "name": "f", "arguments": '{"at": 1}', "output": "A dog."}
+    said = {"role": "assistant", "content": "I look."}
+    first, called, result = (
+        spec(input=[custom, {"role": "user", "content": "Hi"}, said, remote]).messages[:1]
+        + spec(input=[said, remote]).messages
+    )
+    assert first.tool_calls[0]["function"] == {"name": "files.write", "arguments": {"input": "x"}}
+    assert (called.content, called.tool_calls[0]["function"]) == ("I look.", {"name": "f", "arguments": {"at": 1}})
+    assert (result.content, result.name, result.tool_call_id) == ("A dog.", "f", "m")
 
 
 def test_items_of_a_resumed_reply_are_counted_once() -> None:
