@@ -58,6 +58,58 @@ def test_calls_one_at_a_time_and_strict_tools() -> None:
         spec(tool_choice={"type": "tool"})
 
 
+def test_tools_are_described_to_the_model() -> None:
+    tools = [{**TOOL, "description": "Looks."}, {**TOOL, "name": "wait", "type": "custom"}, {"type": "bash_1"}]
+    for asked in (spec, counted):
+        looks, waits = (tool["function"] for tool in asked(tools=tools).tools)
+        assert looks == {"name": "look", "description": "Looks.", "parameters": TOOL["input_schema"]}
+        assert waits == {"name": "wait", "parameters": TOOL["input_schema"]} and not asked().tools
+    for tool, words in (
+        ({"name": "look"}, "input_schema is required"),
+        ({"input_schema": {}}, "name is required"),
+        ({}, "name is required"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            spec(tools=[tool])
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("max_tokens", 1, 1 << 31),
+        ("top_k", 0, 1 << 31),
+        ("temperature", 0, 2),
+        ("top_p", 0, 1),
+        ("deadline", 0.1, 86400),
+        ("thinking", 0, 1 << 31),
+    ],
+)
+def test_numbers_end_at_their_limits(name: str, low: float, high: float) -> None:
+    def fields(value: float) -> dict[str, Any]:
+        return {name: {"type": "enabled", "budget_tokens": value} if name == "thinking" else value}
+
+    for value in (low, high):
+        spec(**fields(value))
+    step = 1 if high == 1 << 31 else 0.01
+    for value in (low - step, high + step):
+        with pytest.raises(ValidationError, match=name):
+            spec(**fields(value))
+
+
+@pytest.mark.parametrize(
+    ("thinking", "shown"),
+    [
+        (None, True),
+        ({"type": "enabled"}, True),
+        ({"type": "adaptive", "display": "summarized"}, True),
+        ({"type": "adaptive", "display": "omitted"}, False),
+    ],
+)
+def test_reasoning_is_shown_unless_a_request_omits_it(thinking: Any, shown: bool) -> None:
+    body = MessagesRequest.model_validate({"messages": [ASK], "max_tokens": 9, "thinking": thinking})
+    assert body.shows_reasoning == shown
+
+
 @pytest.mark.parametrize(
     ("messages", "continued"),
     [
@@ -162,11 +214,39 @@ def test_blocks_that_only_anthropic_can_read_are_left_out() -> None:
             {"type": "search_result", "source": "url", "title": "T", "content": [{"type": "text", "text": "A."}]},
             "T\nurl\nA.",
         ),
+        ({"type": "document", "source": {"type": "text"}}, ""),
+        ({"type": "search_result", "source": {"type": "text", "data": "B."}, "content": "A."}, "A."),
+        ({"type": "search_result"}, ""),
+        ({"type": "compaction"}, ""),
+        ({"type": "tool_reference"}, ""),
     ],
-    ids=["text", "content", "search"],
+    ids=["text", "content", "search", "no-text", "no-address", "nothing", "no-summary", "no-name"],
 )
 def test_documents_are_text(block: Any, text: str) -> None:
     assert spec({"role": "user", "content": [block]}).messages[0].content == text
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image", "source": {"type": "base64", "data": "AA"}},
+        {"type": "document", "source": {"type": "base64", "data": "QQ=="}},
+    ],
+    ids=["image", "document"],
+)
+def test_what_is_no_text_in_a_result_is_left_out_and_named(block: Any) -> None:
+    text = {"type": "text", "text": "A dog."}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text, block]}
+    asked = spec({"role": "user", "content": [result]})
+    note = f"[{block['type']}: left out, this model reads text only]"
+    assert asked.messages[0].content == f"A dog.\n{note}" and list(asked.omitted) == [f"block {block['type']}"]
+
+
+def test_a_result_with_an_unreadable_part_is_refused() -> None:
+    part = {"type": "search_result", "content": [{"type": "text"}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part]}
+    with pytest.raises(ApiError, match="text: is required"):
+        spec({"role": "user", "content": [result]})
 
 
 @pytest.mark.parametrize("source", [{"type": "base64", "data": "QQ=="}, {"type": "url"}, None])
@@ -258,5 +338,32 @@ def test_cleared_reasoning_is_counted_by_what_the_prompt_saves() -> None:
 
     edited, (applied,) = edit_context(body, chat_spec(body), characters)
     whole = spec(*messages)
+    assert edit_context(body, chat_spec(body), lambda spec: -characters(spec))[1][0]["cleared_input_tokens"] == 0
     assert applied["cleared_thinking_turns"] == 1
     assert applied["cleared_input_tokens"] == characters(whole) - characters(edited) >= 30
+
+
+def test_cleared_tool_uses_are_described_where_they_shorten_the_prompt() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "A dog. " * 30}
+    messages = [ASK, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
+    edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}}
+    for kept, cleared in ((0, 1), (1, 0)):
+        edits = {"edits": [{**edit, "keep": {"type": "tool_uses", "value": kept}}]}
+        asked = {"messages": messages, "max_tokens": 9, "context_management": edits}
+        body = MessagesRequest.model_validate(asked)
+        edited, applied = edit_context(
+            body, chat_spec(body), lambda spec: sum(len(message.content) for message in spec.messages)
+        )
+        assert [entry["cleared_tool_uses"] for entry in applied] == [cleared] * cleared
+        assert (edited.messages == chat_spec(body).messages) == (not cleared)
+
+
+def test_a_turn_with_results_of_tools_is_counted_once() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "A dog."}
+    messages = [ASK, thinks("one", CALL), {"role": "user", "content": [result]}, thinks("two"), ASK, thinks("three")]
+    for kept, reasoning in ((1, ["", "", "three"]), (2, ["one", "two", "three"])):
+        edits = {"edits": [clears_thinking({"type": "thinking_turns", "value": kept})]}
+        body = MessagesRequest.model_validate({"messages": messages, "max_tokens": 9, "context_management": edits})
+        asked, applied = edit_context(body, chat_spec(body), lambda spec: 1)
+        assert [message.reasoning for message in asked.messages if message.role == "assistant"] == reasoning
+        assert [entry["cleared_thinking_turns"] for entry in applied] == [1] * (2 - kept)
