@@ -56,6 +56,44 @@ def rendered(messages: Sequence[Message], source: str = "tools", **arguments: An
     return template.attempts[0]
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_described_in_the_system_message_where_a_template_has_none() -> None:
+    for source, native in (("tools", True), ("", False)):
+        template, ask = Template(), Message("user", "Hi")
+        render_chat(cast(Tokenizer, template), PromptParts([ask], [TOOL], {}), more=False, source=source)
+        assert template.arguments == {"tools": [TOOL] if native else None, "add_generation_prompt": False}
+        *before, last = template.attempts[0]
+        assert last == ask and [message.role for message in before] == ([] if native else ["system"])
+        assert all('"look"' in message.content for message in before)
+
+
+class Source(Template):
+    """Has a template, whose source mentions developers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.template = cast(Any, self)
+
+    def source(self, tools: bool) -> str:
+        return "tools developer" if tools else ""
+
+    def check_arguments(self, arguments: Any) -> None:
+        if "wrong" in arguments:
+            raise UsageError("wrong: is set by the server", "leave it out")
+
+
+def test_the_rules_are_those_of_the_template_of_the_tokenizer() -> None:
+    messages = [Message("developer", "Be brief.")]
+    for template, role in ((Template(), "system"), (Source(), "developer")):
+        render_chat(cast(Tokenizer, template), PromptParts(messages, [], {}))
+        assert template.attempts[0][0].role == role
+    with pytest.raises(ApiError, match="wrong: is set by the server; leave it out") as error:
+        render_chat(cast(Tokenizer, Source()), PromptParts(messages, [], {"wrong": 1}))
+    assert error.value.param == "chat_template_kwargs"
+
+
 def test_a_developer_is_the_system_where_templates_have_none() -> None:
     messages = [Message("developer", "Be brief.", name="it"), Message("user", "Hi")]
     assert rendered(messages) == [Message("system", "Be brief.", name="it"), messages[1]]

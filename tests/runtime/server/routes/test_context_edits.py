@@ -5,8 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from mycli.runtime.server.routes.context_edits import ToolUsesEdit, clear_tool_uses
+from mycli.runtime.server.routes.context_edits import (
+    InputTokens,
+    ThinkingEdit,
+    ToolUses,
+    ToolUsesEdit,
+    clear_tool_uses,
+)
 from mycli.runtime.tokenizer.chat_template import Message
 
 RESULT = "a long result " * 9
@@ -37,6 +44,30 @@ def edited(*tools: str, **settings: Any) -> tuple[list[bool], list[Any], Any]:
     results = [message.content == RESULT for message in after if message.role == "tool"]
     inputs = [call["function"]["arguments"] for message in after for call in message.tool_calls]
     return results, inputs, description
+
+
+def turns(keep: Any) -> int | None:
+    return ThinkingEdit.model_validate({"type": "clear_thinking_20251015", "keep": keep}).turns
+
+
+def test_a_number_of_turns_keeps_its_reasoning() -> None:
+    assert [turns(keep) for keep in ("all", {"type": "all"}, {"type": "all", "value": 3})] == [None] * 3
+    assert turns({"type": "thinking_turns"}) == 1 == ThinkingEdit(type="clear_thinking_20251015").turns
+    for value in (1, 1 << 14):
+        assert turns({"type": "thinking_turns", "value": value}) == value
+    for value in (0, (1 << 14) + 1):
+        with pytest.raises(ValidationError, match="value"):
+            turns({"type": "thinking_turns", "value": value})
+
+
+@pytest.mark.parametrize("kind", [InputTokens, ToolUses])
+def test_numbers_of_tokens_and_calls_end_at_their_limits(kind: type[InputTokens | ToolUses]) -> None:
+    name = "input_tokens" if kind is InputTokens else "tool_uses"
+    for value in (0, 1 << 31):
+        assert kind.model_validate({"type": name, "value": value}).value == value
+    for value in (-1, (1 << 31) + 1):
+        with pytest.raises(ValidationError, match="value"):
+            kind.model_validate({"type": name, "value": value})
 
 
 SMALL = {"type": "input_tokens", "value": 100}
