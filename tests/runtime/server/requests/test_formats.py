@@ -84,10 +84,17 @@ def test_any_text_has_no_format(fields: Any) -> None:
     assert asked_format(**fields) is None
 
 
-def test_formats_that_contradict_are_named() -> None:
-    with pytest.raises(ApiError, match=r"^json_schema and regex cannot be combined$") as error:
-        asked_format(grammar='root ::= "a"', json_schema={}, regex="a")
-    assert (error.value.status, error.value.param) == (400, "grammar")
+@pytest.mark.parametrize(
+    ("fields", "names", "param"),
+    [
+        ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "guided_regex and grammar", "grammar"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}, "regex": "a"}, "json_schema and regex", "grammar"),
+    ],
+)
+def test_formats_that_contradict_are_named(fields: Any, names: str, param: str) -> None:
+    with pytest.raises(ApiError, match=f"^{names} cannot be combined$") as error:
+        asked_format(**fields)
+    assert (error.value.status, error.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("schema", ["", "{", "[]", "5", "[" * 100_000])
