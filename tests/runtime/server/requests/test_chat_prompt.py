@@ -178,6 +178,12 @@ def test_a_conversation_that_a_template_refuses_is_tried_in_other_forms(refuses:
     assert template.attempts == forms[:tried]
 
 
+def test_a_late_system_message_comes_first_where_a_template_requires_it() -> None:
+    template, messages = Template((1,)), [Message("user", "Hi"), Message("system", "One.", name="it")]
+    assert render_chat(cast(Tokenizer, template), PromptParts(messages, [], {}), source="tools") == [2]
+    assert template.attempts[1] == messages[::-1]
+
+
 def test_a_conversation_without_another_form_is_refused_by_the_first_error() -> None:
     template = Template(range(1, 9))
     with pytest.raises(ApiError, match="roles must alternate") as error:
@@ -220,5 +226,7 @@ def test_a_difference_has_the_text_around_it() -> None:
     assert (difference.before, difference.earlier, difference.later) == ("a" * AROUND, "x" * AROUND, "y" * AROUND)
     short = compare_prompts(tokenizer, ([1, ord("x")], NO_PARTS), ([1, ord("y")], NO_PARTS))
     assert (short.before, short.earlier, short.later) == ("\x01", "x", "y")
+    early = compare_prompts(tokenizer, (first[199:], NO_PARTS), (second[199:], NO_PARTS))
+    assert (early.tokens, early.before, early.later) == (1, "a", "y" * AROUND)
     longer = compare_prompts(tokenizer, (second[:300], NO_PARTS), (second, NO_PARTS))
     assert longer.continues and (longer.tokens, longer.second, longer.before) == (300, 400, "")
