@@ -57,6 +57,12 @@ def test_what_is_no_duration_is_refused(value: Any) -> None:
         keep_alive_seconds(value)
 
 
+def test_a_request_may_say_how_long_or_leave_it_open() -> None:
+    assert [OllamaRequest(keep_alive=value).keep_alive for value in (None, "5m", 0)] == [None, "5m", 0]
+    with pytest.raises(ValidationError, match="must be a number of seconds"):
+        OllamaRequest(keep_alive="1d")
+
+
 def options(**values: Any) -> Any:
     return read_options(OllamaRequest(options=values), 512)
 
@@ -219,6 +225,13 @@ def test_tokens_without_text_have_their_log_probabilities() -> None:
     assert only["message"] == line()["message"] and only["logprobs"][0] == {**only["logprobs"][0], **written}
     _, rendered = begun_rendering(OllamaRequest())
     assert json.loads(b"".join(rendered.keep_alive())).keys() == {"model", "created_at", "message", "done"}
+
+
+def test_a_failure_within_a_stream_is_a_line() -> None:
+    _, rendered = begun_rendering(OllamaRequest())
+    assert list(rendered.failed(ApiError(500, "The engine failed.", "engine_error"))) == [
+        b'{"error":"The engine failed."}\n'
+    ]
 
 
 @pytest.mark.parametrize(
