@@ -113,6 +113,16 @@ def test_a_result_shorter_than_the_note_that_replaces_it_stays() -> None:
     assert clear_tool_uses(short, edit, count) == (short, None)
 
 
+def test_an_edit_saves_at_least_a_token() -> None:
+    edit = ToolUsesEdit.model_validate({"type": "clear_tool_uses_20250919", "trigger": SMALL, "keep": ONE})
+    note = clear_tool_uses(conversation(*"ab"), edit, count)[0][2].content
+    for saved, applies in ((0, False), (1, True)):
+        messages = conversation(*"ab")
+        messages[2] = replace(messages[2], content="x" * (len(note) + saved))
+        _, description = clear_tool_uses(messages, edit, count)
+        assert (description is not None) == applies
+
+
 def test_a_number_of_calls_may_be_the_limit() -> None:
     assert edited(*"abcde", trigger={"type": "tool_uses", "value": 4}, keep=ONE)[0] == [False] * 4 + [True]
 
