@@ -12,10 +12,8 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, read_small_file
-from mycli.runtime.hub.names import split_file
 from mycli.runtime.hub.remote_file import RangeSpool, RemoteFile
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.hub.store import has_adapter_files
 from mycli.runtime.utils.files import disk_errors, write_atomic
 
 _WEIGHTS = ".safetensors"
@@ -36,8 +34,7 @@ class RemoteModel:
         Raises ModelError for adapters, GGUF files and invalid headers, and what `read_small_file` raises.
         """
         root = [file for file in plan.files if "/" not in file.name]  # without modules of sentence-transformers
-        names = {file.name for file in root}
-        if split_file(plan.model)[1] is not None or has_adapter_files(names) or "config.json" not in names:
+        if "config.json" not in [file.name for file in root]:  # nor do plans of GGUF files and adapters hold it
             raise ModelError(f"{plan.model}: only a whole model in safetensors can be quantized while it is downloaded")
         weights = [file for file in root if file.name.endswith(_WEIGHTS)]
         with disk_errors(folder):
