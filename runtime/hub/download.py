@@ -124,9 +124,10 @@ def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[
         listed = ", ".join(f"{repo}:{name}" for name in ggufs[:6])
         raise ModelError(f"{repo}: no safetensors but GGUF files, each a model", f"give one: {listed}{more}")
     others = sorted(f.name for f in files if f.name.endswith((*_PICKLED, ".gguf", ".safetensors")))
-    problem = f"only {others[0]}" if others else "nor in a GGUF file"
+    pickled = [name for name in others if name.endswith(_PICKLED)]
+    problem = f"only {[*pickled, *others][0]}" if others else "nor in a GGUF file"
     hint = "look for a model in this format with: https://huggingface.co/models?library=safetensors"
-    if any(name.endswith(_PICKLED) for name in others):
+    if pickled:
         problem += ", whose format can run code when opened and is never read here"
         hint = "https://huggingface.co/spaces/safetensors/convert makes a safetensors version of a repository"
     raise ModelError(f"{repo}: no weights in {SINGLE} or {INDEX}, {problem}", hint)

@@ -8,16 +8,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mycli.runtime.checkpoint.safetensors_header import INDEX
-from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, ResourceError, UsageError
+from mycli.runtime.errors import ExitCode, GateError, ModelError, NotFoundError, ResourceError, UsageError, UserError
 from mycli.runtime.hub import download
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import fetch_files, plan_download
+from mycli.runtime.hub.download import fetch_files, plan_download, read_small_file
 from mycli.runtime.hub.integrity import files_to_verify, verify_files
 from mycli.runtime.hub.resolve import Source, resolve
+from mycli.runtime.hub.store import HubFile, repo_folder
 from tests.support.hub_server import HubServer, safetensors
 from tests.support.pulling import FILES, QUICK, REPO, WANTED, WEIGHTS, Notes, contents, failing, fetch, leftovers
 
@@ -171,6 +174,8 @@ def test_branch_tag_and_commit(server: HubServer) -> None:
     assert fetch(server, f"{REPO}@v1/rc").revision == commit
     before = len(server.requests("/revision/"))
     assert fetch(server, f"{REPO}@{commit}").revision == commit
+    assert resolve(f"{REPO}@{commit}").folder == resolve(f"{REPO}@v1/rc").folder
+    assert [path.name for path in (repo_folder(REPO) / "refs").rglob("*")] == ["v1", "rc"], "a commit is no branch"
     assert len(server.requests("/revision/")) == before
     assert resolve(f"{REPO}@v1/rc").revision == commit
     with pytest.raises(NotFoundError):
@@ -211,24 +216,27 @@ def test_a_cache_that_cannot_be_written_is_named(server: HubServer, folders: Pat
     assert isinstance(error, UsageError) and error.message.startswith(f"cannot write {folders}/models--org--tiny: ")
 
 
-def test_modes_follow_the_umask(server: HubServer, folders: Path) -> None:
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o022, 0o644), (0o002, 0o664)])
+def test_modes_follow_the_umask(umask: int, mode: int, server: HubServer) -> None:
     server.add(REPO, FILES)
-    old = os.umask(0o027)
+    old = os.umask(umask)
     try:
         source = fetch(server)
     finally:
         os.umask(old)
-    assert (source.folder / "model.safetensors").stat().st_mode & 0o777 == 0o640
+    assert (source.folder / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
         ({"pytorch_model.bin": b"x"}, "only pytorch_model.bin, whose format can run code"),
+        ({"pytorch_model.bin": b"x", "other.safetensors": b"x"}, "only pytorch_model.bin, whose format can run code"),
+        ({"other.safetensors": b"x"}, "only other.safetensors"),
         ({"model.Q4.gguf": b"GGUF"}, "no safetensors but GGUF files"),
         ({"README.md": b"x"}, "no weights in model.safetensors or model.safetensors.index.json, nor in a GGUF file"),
     ],
-    ids=["A19-bin", "gguf", "nothing"],
+    ids=["A19-bin", "A19-among-others", "another-name", "gguf", "nothing"],
 )
 def test_a_repository_without_safetensors(
     files: dict[str, bytes], words: str, server: HubServer, folders: Path
@@ -297,6 +305,28 @@ def test_a_link_to_other_contents_is_replaced_and_a_right_one_stays(server: HubS
     (folders / "models--org--tiny" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()).unlink()
     fetch(server)
     assert link.lstat().st_ino == before and (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_contents_of_another_size_are_fetched_again(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    blob = (fetch(server).folder / "model.safetensors").resolve()
+    blob.write_bytes(WEIGHTS[:-1])
+    assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+
+
+@pytest.mark.parametrize(("size", "kind"), [(32 << 20, GateError), ((32 << 20) + 1, ModelError)])
+def test_a_small_file_has_at_most_32_mib(size: int, kind: type[UserError]) -> None:
+    """The hub here answers with nothing, which does not have the hash."""
+    hub: Any = SimpleNamespace(read=lambda *_: b"")
+    with pytest.raises(kind):
+        read_small_file(hub, REPO, "a" * 40, HubFile("config.json", size, "0" * 64))
+
+
+@pytest.mark.parametrize(("count", "more"), [(6, ""), (7, " and 1 more")])
+def test_six_gguf_files_are_named(count: int, more: str, server: HubServer) -> None:
+    names = [f"m-{number}.gguf" for number in range(count)]
+    server.add(REPO, {name: b"GGUF" for name in names})
+    assert failing(server).hint == "give one: " + ", ".join(f"{REPO}:{name}" for name in names[:6]) + more
 
 
 def test_a_link_that_is_missing_is_made_from_contents_at_hand(server: HubServer) -> None:

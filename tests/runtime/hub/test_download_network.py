@@ -79,16 +79,31 @@ def test_d9_an_odd_answer_while_resuming(fault: Fault, server: HubServer) -> Non
     server.add(REPO, FILES)
     server.fail("storage:", Fault(drop_after=5000))
     server.fail("storage:", fault)
-    assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+    notes = Notes()
+    assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
+    assert notes.arrived == sum(len(FILES[name]) for name in WANTED), "what is discarded is subtracted"
 
 
 def test_d9_a_file_that_a_server_does_not_continue_is_fetched_from_the_start(server: HubServer) -> None:
     server.add(REPO, FILES)
     server.fail("storage:", Fault(drop_after=5000))
     server.fail("storage:", Fault(status=416))
-    assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+    notes = Notes()
+    assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
+    assert len(notes) == 2 and "does not continue model.safetensors" in notes[1]
     ranges = [request.headers.get("Range") for request in server.requests(hashlib.sha256(WEIGHTS).hexdigest())]
     assert ranges == [None, "bytes=5000-", None]
+
+
+def test_d9_a_body_that_is_longer_than_the_rest_of_the_file_is_cut(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    server.fail("storage:", Fault(drop_after=5000))
+    place = {"Content-Range": f"bytes 5000-{len(WEIGHTS) - 1}/{len(WEIGHTS)}"}
+    server.fail("storage:", Fault(status=206, headers=place, body=WEIGHTS[5000:] + b"more" * 1000))
+    notes = Notes()
+    assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
+    assert len(server.requests("storage:")) == 2
+    assert notes.arrived == sum(len(FILES[name]) for name in WANTED)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4000, len(WEIGHTS), len(WEIGHTS) + 7])
@@ -118,6 +133,7 @@ def test_d9_wrong_bytes_for_good_never_get_a_name(name: str, server: HubServer, 
     server.fail(where, Fault(altered=True), times=4)
     error = failing(server)
     assert isinstance(error, GateError) and error.exit_code == ExitCode.GATE and name in error.message
+    assert len([request for request in server.requests(where) if request.method == "GET"]) == 2
     assert not list(folders.rglob(f"snapshots/*/{name}")) and not leftovers(folders)
     with pytest.raises(NotFoundError, match="partly downloaded"):
         resolve(REPO)
@@ -200,6 +216,8 @@ def test_a_file_that_is_complete_but_has_no_name_yet_is_not_fetched_again(server
     partial = blob(folders, WEIGHTS).with_name(blob(folders, WEIGHTS).name + ".mycli.incomplete")
     partial.parent.mkdir(parents=True)
     partial.write_bytes(WEIGHTS)
+    with Hub(server.address(), None, print, QUICK) as connection:
+        assert plan_download(connection, REPO).new_bytes == sum(len(FILES[name]) for name in WANTED) - len(WEIGHTS)
     notes = Notes()
     assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
     assert notes.arrived == sum(len(FILES[name]) for name in WANTED - {"model.safetensors"})
