@@ -142,6 +142,14 @@ def test_one_revision_leaves_what_another_uses() -> None:
         removed("org/tiny@v3")
 
 
+def test_the_only_revision_is_removed_without_what_belongs_to_none() -> None:
+    cached(FILES)
+    (repo_folder("org/tiny") / "blobs" / "x.mycli.incomplete").write_bytes(b"half")
+    assert removed("org/tiny@main") == sum(map(len, FILES.values()))
+    with pytest.raises(NotFoundError):
+        resolve("org/tiny")
+
+
 def test_one_gguf_file_of_a_repository_leaves_the_others(tmp_path: Path) -> None:
     large, same = b"G" * 50, b"S" * 20
     first = cached({"m-Q8_0.gguf": large, "m-Q4_0-00001-of-00002.gguf": b"1", "m-Q4_0-00002-of-00002.gguf": same})
@@ -185,6 +193,11 @@ def test_what_a_killed_command_leaves_is_listed_and_can_be_removed(left: str) ->
     assert not list(folder.parent.iterdir())
 
 
+def test_only_a_folder_is_unfinished_work() -> None:
+    quantized().with_name(".tiny-int4.work").write_bytes(b"")
+    assert rows().keys() == {"pico", "pico-draft", "tiny-int4"}
+
+
 @pytest.mark.parametrize("lock", ["tiny-int4.work/lock", "tiny-int4.lock"], ids=["work", "target"])
 def test_what_another_process_writes_is_not_removed(lock: str) -> None:
     work = data_dir() / "models" / ".tiny-int4.work"
@@ -221,6 +234,8 @@ def test_a_link_is_removed_not_what_it_points_to(tmp_path: Path) -> None:
         ("./mine", ExitCode.USAGE),
         ("mine", ExitCode.USAGE),
         ("org/mine", ExitCode.USAGE),
+        ("empty", ExitCode.USAGE),
+        ("some/folder/deep", ExitCode.USAGE),
         ("~", ExitCode.USAGE),
         ("/", ExitCode.USAGE),
         ("..", ExitCode.USAGE),
@@ -232,6 +247,7 @@ def test_a_link_is_removed_not_what_it_points_to(tmp_path: Path) -> None:
 )
 def test_what_mycli_did_not_store_is_left_alone(model: str, code: ExitCode, tmp_path: Path) -> None:
     cached(FILES)
+    (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "mine", tmp_path / "org" / "mine"):
         shutil.copytree(PICO, folder)
     with pytest.raises(UserError) as caught:

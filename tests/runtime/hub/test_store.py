@@ -1,10 +1,12 @@
-"""Test where models are stored."""
+"""Test where models are stored, and which files of a store belong to a model."""
 
 from pathlib import Path
 
 import pytest
 
-from mycli.runtime.hub.store import hub_cache
+from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.store import HubFile, data_dir, hub_cache, missing_files, model_folders, parse_tree
+from mycli.runtime.utils.json_fields import Fields
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,28 @@ def test_the_cache_is_where_huggingface_hub_has_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert hub_cache() == Path(folder.replace("~", str(tmp_path)))
+
+
+def test_folders_of_models_are_what_is_neither_hidden_nor_a_file(folders: Path) -> None:
+    root = data_dir() / "models"
+    for name in ("damaged", ".tiny.work"):
+        (root / name).mkdir(parents=True)
+    (root / "notes.txt").touch()
+    (root / "moved").symlink_to(folders / "gone")
+    assert model_folders() == ["damaged", "moved"]
+
+
+def test_an_adapter_lacks_the_weights_that_its_commit_lists(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    names = ("adapter_config.json", "adapters.safetensors")
+    assert missing_files(tmp_path, [HubFile(name, 1, "0" * 40) for name in names]) == ["adapters.safetensors"]
+    assert missing_files(tmp_path, None) == ["adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("field", ["size", "lfs_size"])
+def test_a_size_beyond_an_exbibyte_is_no_size(field: str) -> None:
+    entry = {"size": 1, "blob_id": "c" * 40, field: 1 << 60}
+    (file,) = parse_tree(Fields({"w": entry}, "tree"))
+    assert file.size == 1 << 60
+    with pytest.raises(ModelError, match=field):
+        parse_tree(Fields({"w": {**entry, field: (1 << 60) + 1}}, "tree"))
