@@ -1,5 +1,6 @@
 """Test that a model's metadata is the same from a folder, the cache, and byte ranges of a hub."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ def test_pico() -> None:
     info = read_model_info(Source("pico", PICO))
     assert info.config.parameters() == 5_770_496 and info.bits_per_weight == 16.0 and info.scheme == "bfloat16"
     assert info.eos and info.template and info.record is None and not info.warnings
+    assert info.predictor_bytes == 0
 
 
 def test_an_encoder_has_no_end_of_a_reply_to_warn_of(tmp_path: Path) -> None:
@@ -65,6 +67,7 @@ def test_a_hub_is_asked_for_headers_only(server: HubServer, tmp_path: Path) -> N
     assert there.source.repo == "org/pico" and there.remote and not there.warnings
     ranges = [request.headers["Range"] for request in server.requests("storage:")]
     assert "bytes=0-65535" in ranges and len(FILES["model.safetensors"]) > 20 * 65536
+    assert not server.requests("/tokenizer.json") and there.predictor_bytes == 0
     assert not (tmp_path / "hub").exists() and not there.source.folder.exists()
 
 
@@ -95,12 +98,19 @@ def test_a_model_of_modelopt_up_to_0_29(server: HubServer, tmp_path: Path) -> No
     assert there.scheme == here.scheme == "e4m3-channel" and list(there.packings) == [name.removesuffix(".weight")]
 
 
-def test_a_header_longer_than_the_first_range(server: HubServer) -> None:
+@pytest.mark.parametrize(
+    ("size", "ranges"), [(65536, ["bytes=0-65535"]), (100_000, ["bytes=0-65535", "bytes=65536-99999"])]
+)
+def test_the_rest_of_a_header_is_read_if_it_is_longer_than_the_first_range(
+    size: int, ranges: list[str], server: HubServer
+) -> None:
     data = FILES["model.safetensors"]
     length = int.from_bytes(data[:8], "little")
-    padded = data[8 : 8 + length] + b" " * 80_000
+    padded = data[8 : 8 + length].ljust(size - 8)
     long = len(padded).to_bytes(8, "little") + padded + data[8 + length :]
     assert remote(server, {**FILES, "model.safetensors": long}).nbytes == read_model_info(Source("pico", PICO)).nbytes
+    read = [request.headers["Range"] for request in server.requests(hashlib.sha256(long).hexdigest())]
+    assert read == ranges
 
 
 def test_a_server_without_ranges_still_answers(server: HubServer) -> None:
@@ -147,6 +157,7 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
     with Hub(server.address(), None, lambda text: None, RetryPolicy(base_delay=0.01)) as hub:
         seen = fetch_model_info(hub, model)
         assert seen.config.parameters() == 5_770_496 and seen.scheme == "int8-g32" and seen.template and seen.eos
+        assert seen.predictor_bytes == 0
         assert not (tmp_path / "hub").exists()
         job = plan_download(hub, model)
         assert [file.name for file in job.files] == ["pico-q8_0.gguf"] and job.total_bytes == len(gguf_file)
