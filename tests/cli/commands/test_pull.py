@@ -15,6 +15,7 @@ from tests.support.command_line import Mycli
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.other_stores import lm_studio
 from tests.support.paths import PICO
+from tests.support.stored_models import quantized
 
 FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
 REPO = "org/pico-copy"
@@ -84,6 +85,7 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     again = mycli("pull", REPO, "--dry-run")
     assert "new: 0 bytes, cached: 1" in again.stdout and "| cached |" in again.stdout
     assert json.loads(mycli("pull", REPO, "--offline", "--json").stdout)["folder"] == str(folder)
+    assert all(file["cached"] for file in json.loads(mycli("pull", REPO, "--json").stdout)["files"])
 
     (entry,) = [m for m in json.loads(mycli("list", "--json").stdout)["models"] if m["kind"] == "hub"]
     assert entry["name"] == REPO and entry["usable"] and entry["bytes"] == total and REPO in mycli("list").stdout
@@ -107,6 +109,7 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
     assert refused.returncode == 2 and "--yes" in refused.stderr and folder.exists(), "nobody was asked"
     gone = mycli("rm", REPO, "--yes")
     assert gone.returncode == 0 and not folder.exists() and mycli("rm", REPO, "-y").returncode == 4
+    assert gone.stdout.startswith(f"removed {REPO}: ")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -181,9 +184,15 @@ def test_the_terminal_decides_whether_rm_asks(server: HubServer, environment: di
     import pexpect
 
     assert mycli("pull", REPO, "-q").returncode == 0
-    for answer, gone in (("n", False), ("y", True)):
-        terminal = pexpect.spawn(sys.executable, ["-m", "mycli.cli", "rm", REPO], env=environment, timeout=240)  # type: ignore[arg-type]  # a dict is a mapping
-        terminal.expect(r"Delete org/pico-copy .*\[y/N\]")
+    quantized("tiny-int4", Path(environment["XDG_DATA_HOME"]) / "mycli")
+    both = (r"org/pico-copy, tiny-int4 \(.+\) from 2 folders\?", [REPO, "tiny-int4"])
+    for (question, models), answer, gone in (
+        (both, "n", False),
+        ((r"org/pico-copy \(.+\) from .+models--org--pico-copy\?", [REPO]), "y", True),
+    ):
+        command = ["-m", "mycli.cli", "rm", *models]
+        terminal = pexpect.spawn(sys.executable, command, env=environment, timeout=240)  # type: ignore[arg-type]  # a dict is a mapping
+        terminal.expect(rf"Delete {question} \[y/N\]")
         terminal.sendline(answer)
         terminal.expect(pexpect.EOF)
         terminal.close()
@@ -199,7 +208,8 @@ def test_what_show_prints(mycli: Mycli) -> None:
     tensors = json.loads(mycli("show", "pico", "--tensors", "--json").stdout)["tensors"]
     assert sum(entry["bytes"] for entry in tensors) == 11540992
     assert mycli("show", "pico", "--recipe").returncode == 2
-    assert mycli("show", "pico", "--template", "--tensors").returncode == 2
+    for two in (("--template", "--tensors"), ("--template", "--recipe"), ("--tensors", "--recipe")):
+        assert "exclude each other" in mycli("show", "pico", *two).stderr
 
 
 def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) -> None:
