@@ -78,3 +78,42 @@ def test_a_recipe_is_shown_without_what_was_not_set(mycli: Mycli, tmp_path: Path
         ["recipe seq", "512"],
         ["source name", "org/m"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("card", "quality"),
+    [
+        ({}, None),
+        ({"card": {"perplexity": {"value": 3.0}}}, "3.0000"),
+        (
+            {
+                "card": {
+                    "perplexity": {"value": 3.0},
+                    "divergence": {
+                        "kl": {"value": 0.0125},
+                        "kl_p99": 0.25,
+                        "same_top1": {"value": 0.98765},
+                        "reference_perplexity": {"value": 2.5},
+                    },
+                }
+            },
+            "2.5000 before, 3.0000 after",
+        ),
+    ],
+    ids=["not-measured", "perplexity", "divergence"],
+)
+def test_the_quality_is_shown_as_far_as_it_was_measured(
+    card: dict[str, object], quality: str | None, mycli: Mycli, tmp_path: Path
+) -> None:
+    folder = random_model(tmp_path / "m")
+    (folder / "mycli.json").write_text(json.dumps({"recipe": {}, "source": {"name": "org/m"}, **card}))
+    text = mycli("show", str(folder)).stdout
+    found = re.search(r"perplexity +(.+)\n", text)
+    assert (found and found[1].strip()) == quality
+    assert ("99% below 0.25" in text and "98.77%" in text) == ("divergence" in str(card))
+
+
+def test_a_name_that_is_none_of_the_hub_is_not_looked_for_there(mycli: Mycli) -> None:
+    """The address has no server: a request would end with another error."""
+    done = mycli("show", "nothing-here", env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:1"})
+    assert done.returncode == 4 and "no model of that name here" in done.stderr
