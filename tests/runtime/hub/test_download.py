@@ -120,6 +120,11 @@ def test_a_cache_that_huggingface_hub_wrote_needs_no_download(server: HubServer,
         assert job.missing == () and job.new_bytes == 0
         fetch_files(connection, job, force=False, advance=lambda amount: None)
     assert len(server.requests("resolve")) == before
+    (record,) = folders.glob("*/trees/*.json")
+    theirs = json.loads(record.read_text())
+    shutil.rmtree(folders)
+    fetch(server)
+    assert json.loads(record.read_text()) == theirs
 
 
 def test_sharded_models_fetch_the_shards_of_the_index(server: HubServer) -> None:
