@@ -194,7 +194,7 @@ def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path:
     assert card.divergence.kl.value > 1e-3
     written = json.loads((tmp_path / "out" / record.CARD_FILE).read_text())
     assert written["card"]["divergence"]["kl"]["value"] == card.divergence.kl.value
-    for stage in ("quantizing", "layers", "windows"):
+    for stage in ("quantizing", "layers of model 1 of 2", "layers of model 2 of 2", "windows"):
         assert any(name == stage and done == total for name, done, total in steps)
 
 
