@@ -48,8 +48,8 @@ style: $(VENV)/.ready .links/mycli
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The oldest Triton that pyproject.toml allows comes with another torch; its compiler alone stands beside. What it has
-# compiled is kept, so that only kernels that changed are compiled again. EVERY=6: a sixth of a kernel's variants.
+# The oldest Triton that pyproject.toml allows needs another torch, so its compiler is installed in a folder without one.
+# Compiled kernels are cached there; only changed ones are compiled again. EVERY=6: a sixth of a kernel's variants.
 FLOOR := .floor-triton
 $(FLOOR)/.ready: Makefile | $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(FLOOR) triton==3.6.0

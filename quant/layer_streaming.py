@@ -250,17 +250,21 @@ class StreamedModel:
 
 
 class RememberedModel(StreamedModel):
-    """A model that runs the same tokens once and remembers the result, for comparing several others with it."""
+    """A model that runs the same tokens once and remembers the result, for comparing several others with it.
 
-    _streams: dict[bytes, Tensor] | None = None
+    `twice`: the result is dropped when it is returned for the second time.
+    """
+
+    def __init__(self, folder: ModelFolder, placement: Placement, at_once: int | None, *, twice: bool = False) -> None:
+        super().__init__(folder, placement, at_once)
+        self._twice = twice
+        self._streams: dict[bytes, Tensor] = {}
 
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
-        if self._streams is None:
-            self._streams = {}
         key = tokens.numpy().tobytes()
-        if key not in self._streams:
-            self._streams[key] = super().hidden(tokens, progress)
-        return self._streams[key]
+        if key in self._streams:
+            return self._streams.pop(key) if self._twice else self._streams[key]
+        return self._streams.setdefault(key, super().hidden(tokens, progress))
 
 
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:

@@ -67,8 +67,12 @@ class SharedWork:
     def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
         at_once = work.need.at_once
         if self._original is None or self._original.model.at_once != at_once:
-            kind = RememberedModel if self._remembers or _runs_again(work, placement) else StreamedModel
-            self._original = Original(kind(work.folder, placement, at_once), work.settings.max_ram, whole=whole)
+            model = (
+                RememberedModel(work.folder, placement, at_once, twice=not self._remembers)
+                if self._remembers or _runs_again(work, placement)
+                else StreamedModel(work.folder, placement, at_once)
+            )
+            self._original = Original(model, work.settings.max_ram, whole=whole)
         return self._original
 
 

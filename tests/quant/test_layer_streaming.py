@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -86,6 +86,18 @@ def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert len(alive) == 6
     assert calls == [("layers", layer, 6) for layer in range(7)]
+
+
+@pytest.mark.parametrize(("twice", "runs"), [(False, [1, 1, 1, 1, 2]), (True, [1, 1, 2, 2, 3])])
+def test_a_remembered_result_is_computed_once_or_for_two_readers(twice: bool, runs: list[int]) -> None:
+    model = RememberedModel(open_model_folder(PICO), FP32, None, twice=twice)
+    ends, counts = list[int](), list[int]()
+    for token in (0, 0, 0, 0, 1):
+        tokens = torch.full((1, 2), token)
+        hidden = model.hidden(tokens, lambda _, done, total: ends.append(done) if done == total else None)
+        assert torch.equal(hidden, StreamedModel(model.folder, FP32).hidden(tokens))
+        counts.append(len(ends))
+    assert counts == runs
 
 
 def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ SCHEMA = {"type": "integer"}
 TEXT_SCHEMA = '{"type": "integer"}'
 
 
-def asked_format(**fields: Any) -> ResponseFormat | None:
+def format_of(**fields: Any) -> ResponseFormat | None:
     return output_format(Constraints.model_validate(fields))
 
 
@@ -73,7 +73,7 @@ def test_a_strict_schema_is_marked(strict: bool | None, refuses: bool) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_the_words_of_every_server_are_a_format_in_its_place(fields: Any, place: str, kind: str, value: Any) -> None:
-    answer = asked_format(**fields)
+    answer = format_of(**fields)
     assert answer is not None and (answer.place, answer.type) == (place, kind)
     schema = None if answer.json_schema is None else answer.json_schema.schema_
     assert (schema if kind == "json_schema" else getattr(answer, kind, None)) == value
@@ -81,7 +81,7 @@ def test_the_words_of_every_server_are_a_format_in_its_place(fields: Any, place:
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"grammar": ""}])
 def test_any_text_has_no_format(fields: Any) -> None:
-    assert asked_format(**fields) is None
+    assert format_of(**fields) is None
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_any_text_has_no_format(fields: Any) -> None:
 )
 def test_formats_that_contradict_are_named(fields: Any, names: str, param: str) -> None:
     with pytest.raises(ApiError, match=f"^{names} cannot be combined$") as error:
-        asked_format(**fields)
+        format_of(**fields)
     assert (error.value.status, error.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("schema", ["", "{", "[]", "5", "[" * 100_000])
 def test_a_text_that_is_no_schema_is_refused(schema: str) -> None:
     with pytest.raises(ApiError, match="guided_json: not a JSON schema"):
-        asked_format(guided_json=schema)
+        format_of(guided_json=schema)

@@ -211,7 +211,7 @@ def test_an_item_is_read_by_its_id() -> None:
             spec(stored, input=[reference])
         assert (error.value.status, error.value.param) == (404, "input.0")
     with pytest.raises(ApiError, match="the item cannot be used"):
-        spec({"id": "m", "type": "message", "role": "nobody"}, input=[{"id": "m"}])
+        spec({"id": "m", "type": "message", "role": "unknown"}, input=[{"id": "m"}])
 
 
 def test_an_image_in_a_result_is_left_out_and_named() -> None:
