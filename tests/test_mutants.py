@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from tests.support.mutants import Fault, faults, files, room_tests, sample
+import pytest
+
+from tests.support.mutants import Fault, environment_in, faults, files, room_tests, sample
 
 SOURCE = '''"""Sums 1 + 1."""
 from typing import TYPE_CHECKING, Protocol
@@ -46,6 +48,19 @@ def test_each_kind_of_fault_is_found_where_it_counts(tmp_path: Path) -> None:
 def test_a_fault_changes_one_place_of_one_line() -> None:
     fault = Fault("a.py", 2, 7, "<", "<=")
     assert fault.applied("é = 1\nx = é < 2\n") == "é = 1\nx = é <= 2\n"
+
+
+def test_tests_run_in_another_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the choice of a folder does not reach the user's; the compiled kernels are there."""
+    kernels = tmp_path / "cache" / "mycli" / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "library.so").write_text("code")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    environment = environment_in(tmp_path / "home")
+    assert environment["HOME"] == str(tmp_path / "home")
+    assert not [name for name in environment if name.startswith(("HF_", "XDG_"))]
+    assert (tmp_path / "home" / ".cache" / "mycli" / "kernels" / "library.so").read_text() == "code"
 
 
 def test_a_sample_is_repeatable_and_has_tests() -> None:

@@ -243,13 +243,29 @@ def copy_checkout(target: Path) -> None:
     compileall.compile_dir(target, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
 
+def environment_in(home: Path) -> dict[str, str]:
+    """Return ours with another home: a fault in the choice of a folder must not change files of the user."""
+    others = ("HF_", "MYCLI_", "OLLAMA_", "XDG_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(others)}
+    kernels = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mycli" / "kernels"
+    copied = home / ".cache" / "mycli" / "kernels"
+    if kernels.is_dir() and not copied.exists():  # compiling takes longer than most tests
+        shutil.copytree(kernels, copied)
+    home.mkdir(exist_ok=True)
+    return {**environment, "HOME": str(home)}
+
+
 class Runner:
     """Runs tests of a copy of the checkout; those that fail without a fault are left out from then on."""
 
     def __init__(self, copy: Path, seconds: int) -> None:
         self._copy, self._seconds = copy, seconds
         self._failing: list[str] = []
-        environment = {**os.environ, "PYTHONPATH": str(copy / ".links"), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **environment_in(copy.parent / "home"),
+            "PYTHONPATH": str(copy / ".links"),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "tests.support.mutant_runner"]
         self._process = subprocess.Popen(
             command, cwd=copy, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
