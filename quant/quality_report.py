@@ -17,10 +17,11 @@ from mycli.quant.evaluate import (
     measure_heads,
 )
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.planning.plan import QUICK_TOKENS, REPORT_CONTEXT
+from mycli.quant.planning.plan import REPORT_CONTEXT, measured_tokens
 from mycli.quant.planning.settings import Report
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UserError
 from mycli.runtime.quantization.activations import ActivationKl
@@ -82,15 +83,16 @@ class MeasuredHead:
     evaluation: Evaluation  # with the head that is stored
 
 
-def _text(folder: ModelFolder, report: Report) -> TokenWindows:
-    context = min(REPORT_CONTEXT, folder.config.max_context)
-    return cut(held_out_text(), folder.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
+def _text(folder: ModelFolder, report: Report, placement: Placement) -> TokenWindows:
+    config, gpu = folder.config, placement.device.type == "cuda"
+    tokens = measured_tokens(report, config, gpu) if report == "quick" else None
+    return cut(held_out_text(), folder.tokenizer(), min(REPORT_CONTEXT, config.max_context), tokens)
 
 
 def choose_head(original: Original, result: ModelFolder, report: Report, progress: ReportProgress) -> MeasuredHead:
     """Measure a result whose head is packed with that head and with the original's."""
     trim_heap()
-    text = _text(result, report)
+    text = _text(result, report, original.model.placement)
     measured = measure_heads(result, text, original.model, progress)
     divergences = measured["keep"].divergence, measured["int8"].divergence
     assert divergences[0] is not None and divergences[1] is not None
@@ -110,7 +112,7 @@ def measure_result(
     """Measure a result; `same_head`: a head that is not packed has the original's weights."""
     reference = original.model
     placement = reference.placement
-    text = _text(reference.folder, report) if head is None else head.text
+    text = _text(reference.folder, report, placement) if head is None else head.text
     trim_heap()
     model = StreamedModel(result, placement, reference.at_once)
     if same_head and "lm_head" not in result.packings:

@@ -10,7 +10,7 @@ from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import STREAM_BYTES
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.output import model_card
-from mycli.quant.planning.plan import QuantizationPlan, measured_tokens
+from mycli.quant.planning.plan import QuantizationPlan
 from mycli.quant.progress import ReportProgress
 from mycli.quant.quality_report import Original
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -78,5 +78,5 @@ class SharedWork:
 
 def _runs_again(work: QuantizationPlan, placement: Placement) -> bool:
     # The head is chosen by the text that the result is then measured on; with a long text its stream needs much memory.
-    stream = measured_tokens(work.settings.report) * work.config.stream_width * placement.dtype.itemsize
+    stream = work.measured_tokens * work.config.stream_width * placement.dtype.itemsize
     return work.chooses_head and stream <= REMEMBERED_BYTES

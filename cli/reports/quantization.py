@@ -21,8 +21,6 @@ WORST = 5  # layers to list
 
 def steps(work: "QuantizationPlan") -> list[str]:
     # What the command does, in order.
-    from mycli.quant.planning.plan import measured_tokens
-
     recipe, blocks, layers = work.recipe, work.config.layers, len(work.packings)
     solver = f"{recipe.method} of {layers} layers"
     steps = [f"choose bits for a mean of {recipe.target_bpw:g}"] if recipe.target_bpw is not None else []
@@ -32,7 +30,7 @@ def steps(work: "QuantizationPlan") -> list[str]:
     )
     steps += ["tune the result, codes included" if recipe.tune_codes else "tune the result"] if recipe.tune else []
     steps += ["choose the bits of the output head"] if work.chooses_head else []
-    if tokens := measured_tokens(work.settings.report):
+    if tokens := work.measured_tokens:
         steps.append(f"measure the quality on {tokens} tokens")
     return steps
 

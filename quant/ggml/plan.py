@@ -85,7 +85,7 @@ def plan_gguf(
         seq=seq,
         transforms=False,
         tunes=False,
-        measured=measured_tokens(settings.report),
+        measured=measured_tokens(settings.report, config, settings.gpu),
         context=min(REPORT_CONTEXT, config.max_context),
         keeps_inputs=not settings.gpu and rounds(),
     )

@@ -14,7 +14,7 @@ from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.planning.mixed_precision import WINDOWS
-from mycli.quant.planning.plan import QuantizationPlan, measured_tokens, plan_low_copy
+from mycli.quant.planning.plan import QuantizationPlan, plan_low_copy
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.quant.source_weights import SourceWeights
@@ -55,7 +55,7 @@ def choosing_seconds(work: QuantizationPlan, placement: Placement) -> float:
 def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
     recipe, config = work.recipe, work.config
     solver = LinearSolver.of(recipe, torch_dtype(config.dtype))
-    measured, calibrated = measured_tokens(work.settings.report), recipe.samples * work.seq if recipe.needs_data else 0
+    measured, calibrated = work.measured_tokens, recipe.samples * work.seq if recipe.needs_data else 0
     if calibrated:
         packing = next(iter(work.packings.values()))
         solving = _solving(config, solver, packing, calibrated, placement)

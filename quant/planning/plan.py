@@ -36,6 +36,9 @@ from mycli.runtime.utils.files import require_space
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 QUICK_TOKENS = 8192
+# On a CPU a token of a large model takes long: 8,192 of them took an hour for 7 billion parameters on two cores.
+LARGE = 2_000_000_000  # parameters that a token uses
+QUICK_TOKENS_OF_LARGE = 2048
 FULL_TOKENS = 1 << 15  # more than the held-out text has in any vocabulary but one of bytes
 REPORT_CONTEXT = 512
 _SPARE_BYTES = 16 << 20  # for config.json, the card and headers
@@ -56,6 +59,11 @@ class Plan:
     @property
     def config(self) -> ModelConfig:
         return self.folder.config
+
+    @property
+    def measured_tokens(self) -> int:
+        """The held-out tokens on which the result is measured."""
+        return measured_tokens(self.settings.report, self.config, self.settings.gpu)
 
     def calibration(self, windows: int, seed: int) -> Calibration:
         return calibrate(self.settings.text, self.folder.tokenizer(), self.config.vocab_size, windows, self.seq, seed)
@@ -134,7 +142,7 @@ def plan_quantization(
         transforms=recipe.transform is not None,
         tunes=recipe.tune,
         tunes_codes=recipe.tune_codes,
-        measured=measured_tokens(settings.report),
+        measured=measured_tokens(settings.report, config, settings.gpu),
         context=min(REPORT_CONTEXT, config.max_context),
         output_moments=recipe.hessian == "model",
         keeps_inputs=not settings.gpu and rounds(),
@@ -165,8 +173,10 @@ def plan_low_copy(work: QuantizationPlan) -> QuantizationPlan:
     return plan_quantization(work.source, low, settings, work.folder)
 
 
-def measured_tokens(report: Report) -> int:
-    return {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[report]
+def measured_tokens(report: Report, config: ModelConfig, gpu: bool) -> int:
+    large = not gpu and config.active_parameters() > LARGE
+    quick = min(QUICK_TOKENS, QUICK_TOKENS_OF_LARGE) if large else QUICK_TOKENS
+    return {"none": 0, "quick": quick, "full": FULL_TOKENS}[report]
 
 
 def _tensors(folder: ModelFolder, packings: Mapping[str, Packing]) -> Tensors:

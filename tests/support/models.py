@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mycli.quant import quality_report
 from mycli.quant.planning import pace
 from mycli.quant.planning import plan as planning
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -55,5 +54,4 @@ def random_model(folder: Path, deviation: float = 0.1, **changes: Any) -> Path:
 def shorten_report(patch: pytest.MonkeyPatch, tokens: int) -> None:
     """Measure quantized copies on `tokens` tokens only, and the speed of plans briefly: not for figures to publish."""
     patch.setattr(pace, "_SECONDS", 0.01)
-    for module in (planning, quality_report):
-        patch.setattr(module, "QUICK_TOKENS", tokens)
+    patch.setattr(planning, "QUICK_TOKENS", tokens)

@@ -23,7 +23,8 @@ from mycli.quant.planning.memory import (
     observed_values,
     trained_values,
 )
-from mycli.quant.planning.settings import PlanSettings
+from mycli.quant.planning.plan import measured_tokens
+from mycli.quant.planning.settings import PlanSettings, Report
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.rounding.rows import BLOCK_ROWS
@@ -43,7 +44,6 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from mycli.quant import quality_report
 from mycli.quant.planning import plan as planning
 from mycli.quant.pipeline import choose_widths, quantize
 from mycli.quant.planning.plan import plan_quantization
@@ -53,7 +53,7 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
-planning.QUICK_TOKENS = quality_report.QUICK_TOKENS = 1024  # the peak is of the logits of a slice
+planning.QUICK_TOKENS = 1024  # the peak is of the logits of a slice
 recipe, settings = json.loads(sys.argv[2]), PlanSettings(sys.argv[4])
 source, target = Source("x", Path(sys.argv[1]), None, None), Path(sys.argv[3])
 cpu = Placement(torch.device("cpu"), torch.float32)
@@ -120,6 +120,16 @@ def test_without_data_and_report_one_tensor_is_quantized_at_a_time() -> None:
     largest = max(math.prod(shape) for _, shape in work().config.tensors())
     rounded = need(work(tokens=0, measured=0), False, 4096)
     assert rounded.host == 5 * largest + (24 << 20) + LIBRARIES and rounded.device == 0
+
+
+# The mixture has 1.3 billion parameters, of which a token uses 0.4.
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens"),
+    [("granite-3.0-1b-a400m", False, 8192), ("Qwen3-4B", False, 2048), ("Qwen3-4B", True, 8192)],
+)
+def test_a_cpu_measures_a_large_model_on_fewer_tokens(model: str, gpu: bool, tokens: int) -> None:
+    reports: tuple[Report, ...] = ("none", "quick", "full")
+    assert [measured_tokens(report, published(model), gpu) for report in reports] == [0, tokens, 1 << 15]
 
 
 @pytest.mark.parametrize("measured, streams", [(8192, 2 * 4 * 8192 * 512), (1 << 20, 1 << 30)])

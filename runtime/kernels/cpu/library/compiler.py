@@ -25,9 +25,10 @@ from mycli.runtime.utils.units import human_bytes
 # Longest compilation first, with additional options: quantize_cpu.cpp must round every operation as torch does, so
 # multiplications and additions are not contracted.
 SOURCES: Mapping[str, tuple[str, ...]] = {
-    "few_rows_cpu.cpp": (),
+    "few_byte_rows_cpu.cpp": (),
     "packed_cpu.cpp": (),
-    "one_byte_cpu.cpp": (),
+    "few_rows_cpu.cpp": (),
+    "byte_panels_cpu.cpp": (),
     "attention_cpu.cpp": (),
     "rounded_cpu.cpp": (),
     "quantize_cpu.cpp": ("-ffp-contract=off",),

@@ -83,6 +83,7 @@ template <int M, int N> struct Totals {
 // inlined: callers instantiate it for each kind of codes, and compilers stop optimizing so large a function.
 template <int B, int M, int N, int STEPS> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float* y) {
     const int64_t segment = cut_of(w).segment, steps = STEPS == FOURS ? segment / INPUTS : 1;
+    const int halves = not_unrolled(HALVES);
     CodeStreams<B, N> codes(w, row_block);
     Totals<M, N> total;
     SpanScales<B, N> scales(w, row_block, segment, codes.groups);
@@ -90,8 +91,7 @@ template <int B, int M, int N, int STEPS> __attribute__((noinline)) void rows_by
 #pragma GCC unroll 2
         for (int first = 0; first < FOURS; first += STEPS, s++) {
             Sums<M, N> sums;
-#pragma GCC unroll 2
-            for (int half = 0; half < HALVES; half++) {
+            for (int half = 0; half < halves; half++) {
                 I sum[M][N];
                 sum_segment<B, M, N, STEPS>(codes, steps, first, half, x, input, s * x.units.segment, sum);
                 sums.put(half, sum);
@@ -111,14 +111,14 @@ template <int B, int M, int N> __attribute__((noinline)) void rows_levels(const 
     constexpr int STEPS = LEVELS<B> / 4;
     const int64_t span = cut_of(w).span;
     CodeStreams<B, N> codes(w, row_block);
+    const int halves = not_unrolled(HALVES);
     const int64_t groups = row_block * (w.inputs / LEVELS<B>);
     const int8_t* level = static_cast<const int8_t*>(w.scales) + groups * ROWS;
     Totals<M, N> total;
     for (int64_t input = 0, s = 0; input < w.inputs; input += span, codes.skip(span / INPUTS)) {
         Sums<M, N> sums;
         const int64_t place = s;
-#pragma GCC unroll 2
-        for (int half = 0; half < HALVES; half++) {
+        for (int half = 0; half < halves; half++) {
             I whole[M][N] = {};
             s = place;
             CodeStreams<B, N> now = codes;

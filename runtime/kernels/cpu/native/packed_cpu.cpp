@@ -24,7 +24,7 @@
 #include "steps.h"
 #include "products/table.h"
 
-// Defined in one_byte_cpu.cpp.
+// Defined in byte_panels_cpu.cpp.
 bool multiply_byte_rows(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads);
 
 namespace {

@@ -17,7 +17,7 @@ namespace {
 #if WIDTH == 64
 constexpr int PART = 5, BYTE_PART = ZEN5 ? 6 : PART, LONG_PART = ZEN5 ? 9 : BYTE_PART, SIDE = 2;
 #elif WIDTH == 32
-constexpr int PART = VECTOR == 64 ? 8 : 6, BYTE_PART = PART, LONG_PART = 8, SIDE = 1;
+constexpr int PART = 4, BYTE_PART = VECTOR == 64 ? 8 : 6, LONG_PART = 8, SIDE = 1;
 #elif WIDTH
 constexpr int PART = 4, BYTE_PART = PART, LONG_PART = PART, SIDE = 1;
 #else
@@ -30,7 +30,7 @@ constexpr int ALONG = SIDE * ROWS;  // outputs of the row blocks side by side
 
 // y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART, BYTE_PART or LONG_PART rows of integers with adjacent
 // units. Those of row blocks after the last are undefined. `once`: no other rows read these codes. Defined in few_rows_cpu.cpp; for 8-bit
-// activations in one_byte_cpu.cpp.
+// activations in few_byte_rows_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, bool once, float* y);
 
@@ -106,6 +106,12 @@ private:
     }
 };
 
+// The count of a loop whose body is long, which GCC would copy: compiling takes half as long.
+inline int not_unrolled(int count) {
+    if (count > 1) asm("" : "+r"(count));
+    return count;
+}
+
 // Memory of one call, freed at its end.
 struct Memory {
     char* at;
@@ -145,9 +151,9 @@ constexpr int64_t FEW = 8, BYTE_FEW = 16, BYTE_CODES_FEW = 16;
 #elif WIDTH == 32 && VECTOR == 64
 constexpr int64_t FEW = 1, BYTE_FEW = 24, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32 && defined(__AVXVNNI__)
-constexpr int64_t FEW = 4, BYTE_FEW = PART, BYTE_CODES_FEW = 12;
+constexpr int64_t FEW = 4, BYTE_FEW = BYTE_PART, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32
-constexpr int64_t FEW = 1, BYTE_FEW = PART, BYTE_CODES_FEW = 12;
+constexpr int64_t FEW = 1, BYTE_FEW = BYTE_PART, BYTE_CODES_FEW = 12;
 #elif WIDTH
 constexpr int64_t FEW = PART, BYTE_FEW = PART, BYTE_CODES_FEW = PART;
 #else
