@@ -37,9 +37,9 @@ MUTANTS ?= --count 40 --out .mutants.jsonl
 mutants: $(VENV)/.ready .links/mycli
 	nice -n 19 $(RUN) -m tests.support.mutants $(MUTANTS)
 
-# Every command of README and docs that needs no other program, as a reader types it; PAGES=readme: those of README.
+# Every command of README, docs and help that needs no other program, as a reader types it; PAGES=readme: of README.
 test-commands: $(VENV)/.ready .links/mycli
-	$(TESTS) -m typed -k "$(PAGES)" tests/integration/test_documented_commands.py
+	$(TESTS) -m typed -k "$(PAGES)" tests/integration/test_documented_commands.py tests/integration/test_examples.py
 
 check: style
 	$(BIN)/mypy

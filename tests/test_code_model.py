@@ -9,6 +9,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from tests.support import code_model
 
 
+@pytest.mark.slow
 def test_held_out_files_are_not_trained_on() -> None:
     shown, held_out = code_model.documents()
     assert not set(shown) & set(held_out)

@@ -31,6 +31,7 @@ def _wrong(name: str, where: Place, seeds: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found(where: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quant of another name, a range of other bytes, and a blob that is a link are each an outcome that is wrong."""
     fetch = remote_file.fetch_range

@@ -123,6 +123,7 @@ def test_works():
 """
 
 
+@pytest.mark.slow
 def test_a_gpu_test_that_fails_says_why_at_once(tmp_path: Path) -> None:
     """The reason stands before the summary; the test that leaves an error fails, and those after it are skipped."""
     path = tmp_path / "test_some.py"

@@ -51,6 +51,7 @@ def test_a_server_under_load_is_left(mycli: Mycli, gone: None) -> None:
     assert done.returncode == ExitCode.PIPE and "error" not in done.stderr
 
 
+@pytest.mark.slow
 def test_files_are_written_and_dropped(mycli: Mycli, gone: None, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     recipe = ("--group", "64", "--method", "rtn", "--bits", "8")
@@ -59,5 +60,6 @@ def test_files_are_written_and_dropped(mycli: Mycli, gone: None, tmp_path: Path)
     assert mycli("verify", str(copy), "--drop").returncode == 0
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled(mycli: Mycli, gone: None, one_packing: None) -> None:
     assert mycli("doctor", "--warm", *CPU).returncode == 0

@@ -20,7 +20,7 @@ from mycli.runtime.speculative.draft_length import draft_lengths
 from tests.support.forked import ForkedProcess
 from tests.support.models import shorten_report
 
-pytestmark = pytest.mark.usefixtures("short_calibration_text")
+pytestmark = [pytest.mark.usefixtures("short_calibration_text"), pytest.mark.typed]
 
 NEEDS = re.compile("# needs ")  # the network, a program, or a downloaded model
 

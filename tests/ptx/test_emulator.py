@@ -215,11 +215,13 @@ def swapped_scales() -> object:
         device().change = lambda ptx: ptx
 
 
+@pytest.mark.slow
 def test_a_wrong_mask_shows(folder: Path) -> None:
     assert emulate(folder, 90, guarded_sum) == (True, True)
     assert emulate(folder, 90, changed, "setp.lt.s32", "setp.le.s32", guarded_sum)[1] is False
 
 
+@pytest.mark.slow
 def test_swapped_scales_show(folder: Path) -> None:
     assert emulate(folder, 90, small) < 5e-3
     assert emulate(folder, 90, swapped_scales) > 0.1

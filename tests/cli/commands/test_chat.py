@@ -141,6 +141,7 @@ def test_a_chat_without_a_history_file(terminal: Terminal, environment: dict[str
     assert leave(chat) == 0 and "of this chat is not kept" in " ".join(screen.getvalue().split())
 
 
+@pytest.mark.slow
 def test_the_c_locale_keeps_other_characters(terminal: Terminal, environment: dict[str, str]) -> None:
     chat = terminal(LC_ALL="C")
     chat.send("ü\x7f")  # Backspace removes a character, not a byte of it

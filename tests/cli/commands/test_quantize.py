@@ -346,6 +346,7 @@ def test_lost_calls_are_in_the_card_and_end_the_gate(
     assert calls["structure"]["tokens"] == sum(kind["tokens"] for kind in calls["kinds"].values())
 
 
+@pytest.mark.slow
 def test_a_gate_on_calls_needs_calls_to_lose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

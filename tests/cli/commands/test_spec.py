@@ -125,6 +125,7 @@ def test_divergences_are_found_with_their_lead(
     assert all(one is not None and one.margin > 0.001 and not one.tie and 0 < one.position < 10 for one in found)
 
 
+@pytest.mark.slow
 def test_a_wrong_distribution_is_found(
     loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_bench_says_whether_it_pays(mycli: Mycli) -> None:
     assert mycli("bench", "draft", "pico", "ngram", "-o", "csv", *CPU).returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_lengths")
 def test_bench_leaves_out_texts_whose_replies_end_at_once(mycli: Mycli, tmp_path: Path) -> None:
     folder = tmp_path / "ends"

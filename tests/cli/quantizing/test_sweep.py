@@ -77,6 +77,7 @@ def test_copies_are_made_once_compared_and_equal_to_single_ones(
             assert (single / file).read_bytes() == (out / name / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured moments are the source's, so the second copy has the bytes of a single one."""
     measured: list[int] = []
@@ -102,6 +103,7 @@ def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, mon
     assert len(measured) == 2
 
 
+@pytest.mark.slow
 def test_another_text_or_source_is_another_copy(mycli: Mycli, tmp_path: Path) -> None:
     sweep = (*SMALL, "--sweep", "bits=4", "-o", str(tmp_path / "copies"))
     assert mycli(*sweep).returncode == 0

@@ -109,6 +109,7 @@ def test_an_interrupted_run_gives_the_same_bytes(
         quantize_gguf(plan_gguf(source, RECIPE, UNMEASURED), OutputTarget(target), CPU)
 
 
+@pytest.mark.slow
 def test_a_table_of_per_layer_inputs_is_rounded(tmp_path: Path) -> None:
     """Its rows are the only ones that the file repeats, for tokens of images and sounds."""
     make_exported(tmp_path / "hf", "gemma4-ple-shared-kv-double", intermediate_size=96)
@@ -241,6 +242,7 @@ def test_rows_that_fill_no_super_block_have_a_choice_of_types(tmp_path: Path) ->
     assert plan_gguf(source, recipe, UNMEASURED).layout.nbytes <= target
 
 
+@pytest.mark.slow
 def test_a_file_of_experts_fits_its_size(tmp_path: Path) -> None:
     """A tensor holds one linear of all experts, so all experts get one type for it."""
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 64, "vocab_size": 4096}

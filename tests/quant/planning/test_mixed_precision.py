@@ -51,6 +51,7 @@ def planted(tmp_path: Path) -> Path:
     return tmp_path / "planted"
 
 
+@pytest.mark.slow
 def test_the_loss_of_outlying_columns_counts_unless_they_are_balanced(tmp_path: Path, planted: Path) -> None:
     def losses(folder: Path, balances: bool) -> list[float]:
         recipe = Recipe("gptq", 4, 32, samples=8, seq=32)
@@ -63,6 +64,7 @@ def test_the_loss_of_outlying_columns_counts_unless_they_are_balanced(tmp_path: 
     assert losses(planted, True) == pytest.approx(plain, rel=0.1)
 
 
+@pytest.mark.slow
 def test_widths_are_chosen_for_the_balanced_model(tmp_path: Path, planted: Path) -> None:
     recipe = Recipe("gptq", group=32, target_bpw=3.9, samples=8, seq=32)
     plain, chosen = (

@@ -91,6 +91,7 @@ def test_they_cost_hardly_anything(planted: Path) -> None:
     assert sum(baseline[1]) > 3 * sum(baseline[0]), "rounding without data knows nothing of the factors"
 
 
+@pytest.mark.slow
 def test_copies_look_for_outlying_columns_once_if_there_are_none(
     planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def text() -> TokenWindows:
     return cut(held_out_text(), open_model_folder(PICO).tokenizer(), 128, 1024)
 
 
+@pytest.mark.slow
 def test_the_function_is_the_same_and_activations_are_massive(sinks: Path, text: TokenWindows) -> None:
     pico, massive = (StreamedModel(open_model_folder(folder), CPU) for folder in (PICO, sinks))
     divergence = evaluate(massive, text, pico).divergence

@@ -142,6 +142,7 @@ def test_kl_falls_on_windows_held_apart_and_codes_stay() -> None:
         assert all(torch.equal(one.changed[name], other.changed[name]) for name in one.changed)
 
 
+@pytest.mark.slow
 def test_codes_are_trained_too_if_wanted_and_move_little() -> None:
     many = torch.randint(0, 4096, (16 * HELD_OUT_EVERY, 8), generator=torch.Generator().manual_seed(0))
     blocks, tuned = tune(many, codes=True)

@@ -346,6 +346,7 @@ def test_storage_that_something_else_wrote_is_ignored(browser: Browser, scripted
             assert len(stored(browser)) == 1
 
 
+@pytest.mark.slow
 def test_of_a_long_conversation_the_talk_scrolls_and_not_the_page(browser: Browser, scripted: Scripted) -> None:
     with scripted("word " * 2000, context=1 << 15) as served:
         meet(browser, served)

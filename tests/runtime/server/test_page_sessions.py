@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 __all__ = ["browser"]  # the fixture
 
 
+@pytest.mark.slow
 def test_the_open_conversation_may_be_clicked_while_its_reply_streams(browser: Browser, loaded: LoadedModel) -> None:
     with serving(loaded, ScriptedEngine(lambda request: [90] * (5 if len(request.prompt) < 40 else 300))) as served:
         meet(browser, served)

@@ -292,6 +292,7 @@ def fused() -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_fused_pass_in_a_loop(interpret: Interpret) -> None:
     ours, theirs = interpret(fused)  # type: ignore[misc]  # the pool carries any result
     assert ours == theirs and len({token for row in ours for token in row}) > 2

@@ -85,6 +85,7 @@ def compiled_kinds() -> tuple[int, bool]:
     return len(found[0]), len(found[1]) == 7 and found[1] <= found[0]
 
 
+@pytest.mark.slow
 def test_a_warm_up_compiles_the_sampling_of_any_request(interpret: Interpret) -> None:
     assert interpret(compiled_kinds) == (16 + 2, True)
 
