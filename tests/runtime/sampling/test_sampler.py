@@ -331,7 +331,8 @@ def test_stop_tokens_have_no_probability_before_the_minimum(temperature: float) 
     assert resumed.masks_stops
     resumed.resume([1], shortened=False)
     assert not resumed.masks_stops
-    assert not Sampler(sampling, VOCAB, logits.device, min_tokens=4).masks_stops
+    for absent in ({"min_tokens": 4}, {"stop_ids": (7,)}):
+        assert not Sampler(sampling, VOCAB, logits.device, **absent).masks_stops
 
 
 class Ending:

@@ -1,14 +1,19 @@
 """Test which tokenizers run in this process, and that these cannot hang it."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from tokenizers import normalizers
 
+from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer import backend as encoding
-from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, Pipeline, is_trusted
+from mycli.runtime.tokenizer.backend import KNOWN_PATTERNS, MAX_STEPS, GuardedPipeline, Pipeline, is_trusted
+from mycli.runtime.utils.sandbox import WorkerProcess
 from tests.support.paths import PICO
+from tests.support.small_tokenizers import ATTACKS
 
 QWEN = sorted(KNOWN_PATTERNS, key=len)[-1]
 
@@ -136,6 +141,61 @@ def test_a_pair_is_cut_as_the_library_cuts_the_longest_text_first() -> None:
         expected = library.encode(*texts)
         assert pipeline.encode_pair(*texts, plain=False, longest=longest) == (expected.ids, expected.type_ids)
     assert pipeline.encode_pair("a", "bb", plain=True, longest=2)[0] == [1, 2, 2], "special tokens stay"
+    assert pipeline.encode_pair("a", "bb", plain=False) == ([1, 3, 2, 4, 2], [0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("steps", "lower", "text"),
+    [
+        (None, False, "A\ufb00"),
+        (None, True, "a\ufb00"),
+        (normalizers.NFKC(), False, "Aff"),
+        (normalizers.NFKC(), True, "aff"),
+        (normalizers.Sequence([normalizers.Replace("A", "x"), normalizers.NFKC()]), True, "aff"),
+        (normalizers.Sequence([normalizers.Replace("A", "x"), normalizers.Lowercase()]), True, "x\ufb00"),
+    ],
+    ids=["none", "none-lower", "step", "step-lower", "steps-lower", "steps-with-lower"],
+)
+def test_lower_case_comes_before_all_steps_that_do_not_include_it(steps: Any, lower: bool, text: str) -> None:
+    library = with_ends()
+    library.normalizer = steps
+    assert Pipeline(library.to_str().encode(), lower).normalize("A\ufb00") == text
+
+
+def test_failures_and_panics_of_the_library_are_errors_of_the_file() -> None:
+    with pytest.raises(ModelError, match=r"^tokenizer\.json: the tokenizer fails: "):
+        Pipeline(b"{}")
+    panicking = Pipeline((ATTACKS / "C2-panic-missing-template-token.json").read_bytes())
+    with pytest.raises(ModelError, match=r"^tokenizer\.json: the tokenizer fails: no entry found"):
+        panicking.encode("a", True, plain=False, inside=False)
+
+
+def test_a_worker_answers_as_this_process(tmp_path: Path) -> None:
+    library = with_ends()
+    library.normalizer = normalizers.NFKC()
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours = Pipeline((tmp_path / "tokenizer.json").read_bytes(), lower=True)
+    theirs = GuardedPipeline(tmp_path / "tokenizer.json", lower=True)
+    assert theirs.token_ids(("bb", "c")) == ours.token_ids(("bb", "c")) == [4, None]
+    assert theirs.normalize("A\ufb00") == ours.normalize("A\ufb00") == "aff"
+    assert theirs.beginning("A bb a", 2, False) == ours.beginning("A bb a", 2, False) == "A bb"
+    assert theirs.encode_pair("A", "bb a", False, 5) == ours.encode_pair("A", "bb a", False, 5)
+    cased = Pipeline((tmp_path / "tokenizer.json").read_bytes()), GuardedPipeline(tmp_path / "tokenizer.json")
+    assert [pipeline.normalize("A\ufb00") for pipeline in cased] == ["Aff", "Aff"]
+    text = "A bb " * 40_000
+    assert theirs.encode(text, False, True, True) == [3, 4] * 40_000
+
+
+def test_a_worker_has_a_second_for_100_000_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(encoding, "ENCODE_SECONDS", 0.5)
+    monkeypatch.setattr(WorkerProcess, "call", lambda worker, request, limit: seconds.append(limit) or [[], []])
+    pipeline, text = GuardedPipeline(tmp_path / "tokenizer.json"), "a" * 300_000
+    pipeline.encode(text, False, False, False)
+    pipeline.encode_pair(text, text, False)
+    pipeline.beginning(text, 3, False)
+    pipeline.normalize(text)
+    assert seconds == [3.5, 6.5, 3.5, 3.5]
 
 
 @pytest.mark.parametrize(

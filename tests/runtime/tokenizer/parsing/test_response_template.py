@@ -8,7 +8,12 @@ from transformers.utils.chat_parsing import parse_response
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
-from mycli.runtime.tokenizer.parsing.tool_formats import declared_tool_format, find_tool_format, model_tool_format
+from mycli.runtime.tokenizer.parsing.tool_formats import (
+    ToolFormat,
+    declared_tool_format,
+    find_tool_format,
+    model_tool_format,
+)
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.utils.json_fields import Fields
 from tests.runtime.tokenizer.parsing.test_tool_parser import TOOLS, parse
@@ -182,5 +187,33 @@ def test_a_mark_that_does_not_end_is_held_back_for_512_characters() -> None:
 @pytest.mark.parametrize("body", ["{a:<s>\x01</s>}", "{a:<s>\x02</s>}", "{a:\x010\x02,b:<s>x</s>}"], ids=ascii)
 def test_characters_that_stand_for_strings_make_no_call(body: str) -> None:
     form = declared_tool_format(read_response_template(Fields(DECLARED, "t")))
+    text = f"<call name=f>{body}</call>"
+    assert parse(form, text, 1000) == [text]
+
+
+def declared(**changes: Any) -> ToolFormat:
+    field = {**DECLARED["fields"]["tool_calls"], **changes}
+    form = declared_tool_format(read_response_template(Fields({"fields": {"tool_calls": field}}, "t")))
+    assert form is not None
+    return form
+
+
+def test_a_call_comes_with_the_last_character_of_its_closing_mark() -> None:
+    parser, text = ToolParser(declared(), TOOLS), "<call name=g>{}</call>"
+    assert parser.feed(text[:-1]) == []
+    assert parser.feed(text[-1]) == [ToolCall("g", "{}")]
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_a_mark_that_may_be_longer_is_not_decided(step: int) -> None:
+    form = declared(open_pattern=r"<call=(?P<name>\w+)", content_args={})
+    assert parse(form, 'Hi <call=name {"a": 1}</call>', step) == ["Hi", ("name", {"a": 1})]
+
+
+@pytest.mark.parametrize("body", ["3", "null", '"name"', '["name"]', "{}", '{"name": "f"}', '{"name": {"name": "f"}}'])
+def test_an_entry_that_a_transform_needs_but_a_reply_lacks_makes_no_call(body: str) -> None:
+    form = declared(transform={"name": "{content.name}", "arguments": "{content.arguments.a}"}, content_args={})
+    whole = '<call name=f>{"name": "f", "arguments": {"a": {"b": 1}}}</call>'
+    assert parse(form, whole, 1000) == [("f", {"b": 1})]
     text = f"<call name=f>{body}</call>"
     assert parse(form, text, 1000) == [text]
