@@ -161,14 +161,13 @@ class Sampler:
         return self._constraint is not None and self._constraint.shortened
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Draw a token from each row of fp32 logits: int64 [rows, 1]. Raises ModelError for non-finite logits."""
+        """Draw a token from fp32 logits [1, vocab or more]: int64 [1, 1]. Raises ModelError for non-finite logits."""
         logits = raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
         logits = self._masked(logits)
         largest, token = logits.max(dim=-1, keepdim=True)  # NaN and infinity win every maximum
-        # Of one row, the usual case, a number is read and tested faster than a tensor is.
-        if not (math.isfinite(largest.item()) if len(largest) == 1 else bool(largest.isfinite().all())):
+        if not math.isfinite(largest.item()):
             raise nothing_allowed() if self._mask is not None and bool(raw.isfinite().all()) else not_finite()
         self._missing -= self.masks_stops
         if not self._plain_greedy:

@@ -105,7 +105,7 @@ class Pipeline:
             if len(offsets) <= tokens:
                 break
             # Several tokens may be of one character, and the beginning may have other tokens on its own.
-            end = min(offsets[tokens - 1][1], offsets[tokens][0]) if tokens else 0
+            end = offsets[tokens - 1][1] if tokens else 0
             text = text[: min(end, len(text) - 1)]
         return text
 

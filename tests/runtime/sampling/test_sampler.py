@@ -331,8 +331,8 @@ def test_stop_tokens_have_no_probability_before_the_minimum(temperature: float) 
     assert resumed.masks_stops
     resumed.resume([1], shortened=False)
     assert not resumed.masks_stops
-    for absent in ({"min_tokens": 4}, {"stop_ids": (7,)}):
-        assert not Sampler(sampling, VOCAB, logits.device, **absent).masks_stops
+    assert not Sampler(sampling, VOCAB, logits.device, min_tokens=4).masks_stops
+    assert not Sampler(sampling, VOCAB, logits.device, stop_ids=(7,)).masks_stops
 
 
 class Ending:
@@ -381,20 +381,3 @@ def test_a_reply_may_end_at_any_token_unless_its_grammar_says_otherwise() -> Non
         state: Any = SimpleNamespace(may_be_cut=value, shortened=value)
         bound = Sampler(SamplingParams(), VOCAB, torch.device("cpu"), constraint=state)
         assert bound.constrained and bound.may_be_cut == bound.shortened == value
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_draft_token_is_drawn_from_the_distribution_of_its_position(seed: int | None) -> None:
-    """Rows that pad the head are never drafted."""
-    padded = torch.cat((random_logits(7), torch.full((1, 6), 99.0)), dim=1)
-    sampler = Sampler(replace(SETTINGS["all"], presence_penalty=0.5, seed=seed), VOCAB, torch.device("cpu"))
-    sampler.commit(padded, [3])
-    out = sampler.probability_rows(1, torch.float32)
-    assert out is not None
-    token = sampler.sample_draft(padded, [5, 8], out)
-    torch.testing.assert_close(out, sampler.probabilities(padded, [5, 8]).float())
-    assert token is not None and out[0, token] > 0
-    greedy = Sampler(SamplingParams(), VOCAB, torch.device("cpu"))
-    assert greedy.probability_rows(1, torch.float32) is None
-    assert greedy.sample_draft(padded, [5, 8], None) == int(padded[:, :VOCAB].argmax())
-    assert greedy.sample_draft(padded * math.nan, [5, 8], None) is None
