@@ -6,6 +6,7 @@
 - Reasoning is closed at its budget, in a loop, and when the remaining tokens or time are reserved for the answer.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ ANSWER_SHARE = 4
 # between words is better than one cut inside a word, and later values need tokens of their own.
 CLOSING_TOKENS = 16
 _NEGLIGIBLE = 12.0  # nats below the likeliest token: a chance of 6e-6
+_BLANKS = frozenset(b" \t\r\n")  # may precede the opening tag
 _HINT = "use a simpler schema or expression"
 
 
@@ -58,7 +60,7 @@ class _Thought:
     def __init__(self, reasoning: Reasoning, limits: ReplyLimits, closes: bool) -> None:
         self._tags, self._limits = reasoning, limits
         self.inside, self._over = reasoning.opened, False
-        self._recent: Symbols = ()
+        self._recent: Symbols = ()  # outside: the reply so far, without leading whitespace; inside: its last symbols
         self._count = 0
         self._loops = LoopDetector()
         self._looping = False
@@ -77,6 +79,8 @@ class _Thought:
         inside, recent = self._after(symbols)
         if inside != self.inside:
             self.inside, self._over, recent = inside, self.inside, ()
+        elif not inside and recent != self._tags.open[: len(recent)]:
+            self._over = True  # the answer came first; an opening tag in it is text
         self._recent = recent
 
     def inside_after(self, symbols: Symbols) -> bool:
@@ -84,9 +88,12 @@ class _Thought:
         return not self._over and self._after(symbols)[0]
 
     def _after(self, symbols: Symbols) -> tuple[bool, Symbols]:
-        tag = self._tags.close if self.inside else self._tags.open
+        if not self.inside:
+            reply = tuple(itertools.dropwhile(lambda symbol: symbol in _BLANKS, (*self._recent, *symbols)))
+            return reply[: len(self._tags.open)] == self._tags.open, reply
+        tag = self._tags.close
         recent = (*self._recent[1 - len(tag) or len(self._recent) :], *symbols)
-        return self.inside != _contains(recent, tag), recent
+        return not _contains(recent, tag), recent
 
     def must_close(self, token_seconds: float, ending: int) -> bool:
         if not self.inside:

@@ -99,7 +99,7 @@ def parse_content(text: str, kind: str, arguments: Mapping[str, Any], closed: bo
     if kind == "xml-inline":
         return _xml(text, arguments, closed)
     if kind == "kv-lines":
-        separator = str(arguments.get("kv_sep", ":"))
+        separator = arguments.get("kv_sep", ":")
         lines = (line.split(separator, 1) for line in text.split(arguments.get("line_sep", "\n")) if separator in line)
         return {key.strip(): _value(value.strip(), arguments) for key, value in lines}
     return text.strip() if arguments.get("strip", True) else text
@@ -107,9 +107,7 @@ def parse_content(text: str, kind: str, arguments: Mapping[str, Any], closed: bo
 
 def _value(text: str, arguments: Mapping[str, Any]) -> Any:
     inner = arguments.get("value_parser")
-    if not isinstance(inner, dict):
-        return text
-    return parse_content(text, str(inner.get("name", "text")), inner.get("args") or {})
+    return text if inner is None else parse_content(text, inner.get("name", "text"), inner.get("args", {}))
 
 
 def _json(text: str, arguments: Mapping[str, Any]) -> Any:
@@ -269,6 +267,8 @@ def read_response_template(raw: Fields) -> Sequence[Region]:
         if content not in _CONTENTS:
             raise entry.fail("content", f"{content!r:.40} is not one of {', '.join(_CONTENTS)}")
         arguments = dict(entry.object("content_args").values)
+        if not _readable(arguments):
+            raise entry.fail("content_args", "are not supported", "allowed: separators, delimiters and a value parser")
         if content == "xml-inline":
             arguments["tag"] = _tag(entry, arguments.get("tag_pattern"))
         if start is not None:
@@ -277,6 +277,23 @@ def read_response_template(raw: Fields) -> Sequence[Region]:
     if not regions:
         raise ModelError(f"{raw.source}: names no region", "the file may be made for another tool")
     return regions
+
+
+def _readable(arguments: Mapping[str, Any]) -> bool:
+    # Whether `parse_content` can use the arguments, also those of the parser of values.
+    separators = [arguments[name] for name in ("kv_sep", "line_sep") if name in arguments]
+    delimiters = arguments.get("string_delims", [])
+    if not isinstance(delimiters, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in delimiters):
+        return False
+    marks = [*separators, *(mark for pair in delimiters for mark in pair)]
+    if not all(isinstance(mark, str) and mark for mark in marks):
+        return False
+    inner = arguments.get("value_parser")
+    if inner is None:
+        return True
+    if not isinstance(inner, dict) or inner.get("name", "text") not in ("text", "json", "kv-lines"):
+        return False
+    return isinstance(inner.get("args", {}), dict) and _readable(inner.get("args", {}))
 
 
 def _tag(raw: Fields, source: object) -> Tag:

@@ -150,8 +150,25 @@ def test_a_list_of_calls_is_one_of_objects(body: str, calls: list[Any] | None) -
                 r"<\d(?P<key>\w+)=(?P<value>.*?)>",
             )
         ),
+        *(
+            {"open": "x", "content": "kv-lines", "content_args": arguments}
+            for arguments in (
+                {"kv_sep": 3},
+                {"kv_sep": ""},
+                {"line_sep": ["\n"]},
+                {"string_delims": "<>"},
+                {"string_delims": [["<", ">", "|"]]},
+                {"string_delims": ["<>"]},
+                {"string_delims": [["<", 1]]},
+                {"value_parser": "json"},
+                {"value_parser": {"name": "xml-inline"}},
+                {"value_parser": {"name": ["json"]}},
+                {"value_parser": {"args": [1]}},
+                {"value_parser": {"args": {"value_parser": {"name": "kv-lines", "args": {"line_sep": 1}}}}},
+            )
+        ),
     ],
-    ids=lambda field: json.dumps(field)[:40],
+    ids=lambda field: json.dumps(field)[:90],
 )
 def test_a_hostile_template_is_refused(field: dict[str, Any]) -> None:
     """Check that an untrusted pattern never runs where it could take long."""
@@ -202,6 +219,12 @@ def test_a_call_comes_with_the_last_character_of_its_closing_mark() -> None:
     parser, text = ToolParser(declared(), TOOLS), "<call name=g>{}</call>"
     assert parser.feed(text[:-1]) == []
     assert parser.feed(text[-1]) == [ToolCall("g", "{}")]
+
+
+@pytest.mark.parametrize("mark", ["<call>", "[f]", "[[f"])
+def test_any_of_several_marks_is_held_back(mark: str) -> None:
+    form = declared(open=["<call>", "[f]", "[[f"], transform={"name": "f", "arguments": "{content}"})
+    assert parse(form, f"Hi <ca {mark}{{}}</call>", 1) == ["Hi <ca", ("f", {})]
 
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
