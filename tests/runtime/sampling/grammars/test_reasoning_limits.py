@@ -19,7 +19,7 @@ ANSWER = len(b'</think>"yes"') + 1  # tokens of the shortest end of a thought, w
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The ids of a tokenizer with one token for each byte."""
+    """The tokenizer with one token for each byte."""
     return make(tmp_path_factory.mktemp("bytes"))
 
 
