@@ -165,6 +165,26 @@ def test_rounding_in_one_pass_has_the_scales_and_codes_of_two(weighted: bool, mo
     assert error == pytest.approx(relative_error(weight, quantized, grid)) == pytest.approx(float(lost))
 
 
+def test_a_weight_that_native_code_declines_is_rounded_to_the_same_codes() -> None:
+    weight, grid = heavy_tailed(6, 64), Grid(Packing(4, 32), torch.bfloat16)
+    expected, error = round_to_nearest(weight, grid)
+    quantized, lost = round_to_nearest(weight.T.contiguous().T, grid)  # columns are contiguous
+    assert torch.equal(quantized.codes, expected.codes) and torch.equal(quantized.scales, expected.scales)
+    assert lost == pytest.approx(error) and lost > 0
+
+
+@pytest.mark.parametrize(("weighted", "low", "high", "count"), [(False, 0.85, 1.45, 16), (True, 0.85, 3.0, 32)])
+def test_the_scales_tried_reach_from_no_clipping_to_the_most(
+    weighted: bool, low: float, high: float, count: int
+) -> None:
+    factors = Grid(Packing(4, 32), torch.float32).scale_search(weighted).factors
+    targets = sorted(1 / factor / 8 for factor in factors if factor > 0 and factor != 1 / 7.5)
+    assert (len(targets), targets[0], targets[-1]) == (count, pytest.approx(low), pytest.approx(high))
+    ratios = [after / before for before, after in zip(targets, targets[1:], strict=False)]
+    assert ratios == pytest.approx([ratios[0]] * (count - 1))
+    assert sorted(-factor for factor in factors) == sorted(factors)
+
+
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, grid = heavy_tailed(10, 256), Grid(Packing(4, 128), torch.bfloat16)
     whole = solve(weight, grid)

@@ -340,3 +340,37 @@ def test_a_link_that_is_missing_is_made_from_contents_at_hand(server: HubServer)
     link.unlink()
     fetch(server)
     assert link.read_bytes() == FILES["config.json"]
+
+
+def test_what_another_process_fetched_since_the_plan_counts_as_arrived(server: HubServer) -> None:
+    server.add(REPO, FILES)
+    fetch(server)
+    server.add(REPO, {**FILES, "config.json": b"{}"})
+    notes = Notes()
+    with Hub(server.address(), None, print, QUICK) as connection:
+        job = plan_download(connection, REPO)
+        fetch(server)
+        fetch_files(connection, job, force=False, advance=notes.advance)
+    assert notes.arrived == job.new_bytes == 2
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_without_working_locks_another_process_may_have_named_the_file(
+    named: bool, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def overtaken(source: Path, target: Path) -> None:
+        if target.parent.name != "blobs":
+            return replace(source, target)
+        if named:
+            replace(source, target)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    server.add(REPO, FILES)
+    if named:
+        assert contents(fetch(server).folder) == {name: FILES[name] for name in WANTED}
+    else:
+        with pytest.raises(FileNotFoundError):
+            fetch(server)

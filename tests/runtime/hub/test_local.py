@@ -93,6 +93,13 @@ def test_what_cannot_be_used_says_why() -> None:
     assert rows()["org/tiny@old"][2] == "no safetensors"
 
 
+def test_a_whole_model_has_the_size_of_its_files() -> None:
+    files = {path.name: path.read_bytes() for path in PICO.iterdir()}
+    cached(files)
+    (repo_folder("org/tiny") / "blobs" / "x.mycli.incomplete").write_bytes(b"half")
+    assert rows()["org/tiny"] == ("hub", sum(map(len, files.values())), "")
+
+
 def test_the_first_of_several_missing_files_is_named_with_their_number() -> None:
     weights = {f"model-{number}.safetensors": FILES["model.safetensors"] for number in (1, 2, 3)}
     index = json.dumps({"weight_map": {f"w{number}": name for number, name in enumerate(weights)}}).encode()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from mycli.runtime.checkpoint.gguf.rope import llama3_factors
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub, RetryPolicy, SearchResult, search_models
 from mycli.runtime.hub.download import fetch_files, plan_download
@@ -24,6 +25,7 @@ from tests.support import gguf_files
 from tests.support.embedding_models import cross_encoder, encoder, qwen3_embedding, qwen3_reranker
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO
+from tests.support.prediction import make_with_head
 
 FILES = {path.name: path.read_bytes() for path in PICO.iterdir()}
 
@@ -69,6 +71,14 @@ def test_a_hub_is_asked_for_headers_only(server: HubServer, tmp_path: Path) -> N
     assert "bytes=0-65535" in ranges and len(FILES["model.safetensors"]) > 20 * 65536
     assert not server.requests("/tokenizer.json") and there.predictor_bytes == 0
     assert not (tmp_path / "hub").exists() and not there.source.folder.exists()
+
+
+def test_a_head_that_predicts_has_the_same_size_on_a_hub(server: HubServer, tmp_path: Path) -> None:
+    make_with_head(tmp_path, "qwen3_5-delta")
+    here = read_model_info(Source("m", tmp_path))
+    there = remote(server, {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()})
+    assert there.predictor_bytes == here.predictor_bytes > 0
+    assert there.tensors == here.tensors and not any(name.startswith("mtp.") for name in there.tensors)
 
 
 def test_modules_of_an_embedding_model_are_not_its_weights(server: HubServer) -> None:
@@ -143,7 +153,8 @@ def test_a_broken_tokenizer_hides_nothing_else(tmp_path: Path) -> None:
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("gguf") / "pico.gguf"
     keys = gguf_files.published_tokenizer(PICO, "smollm")
-    gguf_files.write_model(PICO, path, "llama", "Q8_0", json.loads(FILES["config.json"]), keys)
+    factors = {"rope_freqs.weight": llama3_factors(64, 10000.0, 8.0, 1.0, 4.0, 512)}
+    gguf_files.write_model(PICO, path, "llama", "Q8_0", json.loads(FILES["config.json"]), keys, factors)
     return path.read_bytes()
 
 
@@ -157,7 +168,7 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
     with Hub(server.address(), None, lambda text: None, RetryPolicy(base_delay=0.01)) as hub:
         seen = fetch_model_info(hub, model)
         assert seen.config.parameters() == 5_770_496 and seen.scheme == "int8-g32" and seen.template and seen.eos
-        assert seen.predictor_bytes == 0
+        assert seen.predictor_bytes == 0 and seen.config.rope_scaling.original_context == 512, "from a small tensor"
         assert not (tmp_path / "hub").exists()
         job = plan_download(hub, model)
         assert [file.name for file in job.files] == ["pico-q8_0.gguf"] and job.total_bytes == len(gguf_file)
@@ -168,7 +179,7 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
             plan_download(hub, "org/files")
     assert resolve(model) == source and source.folder.name == "pico-q8_0.gguf"
     info = read_model_info(source)
-    assert info.tensors == seen.tensors and not info.warnings
+    assert info.tensors == seen.tensors and info.config == seen.config and not info.warnings
     with pytest.raises(NotFoundError, match="each a model of its own"):
         resolve("org/files")
     with pytest.raises(NotFoundError, match="partly downloaded: missing pico-q4_0.gguf"):
