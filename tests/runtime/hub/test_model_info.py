@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from mycli.runtime.hub.client import Hub, RetryPolicy, SearchResult, search_mode
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, verify_files
 from mycli.runtime.hub.local import local_models
-from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
+from mycli.runtime.hub.model_info import ModelInfo, check_supported, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.utils.json_fields import Fields
 from tests.support import gguf_files
@@ -105,7 +106,25 @@ def test_a_model_of_modelopt_up_to_0_29(server: HubServer, tmp_path: Path) -> No
     record = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     files = {"model.safetensors": save(tensors), "hf_quant_config.json": json.dumps(record).encode()}
     there, here = remote(server, FILES | files), local(tmp_path, **{k.replace(".", "__"): v for k, v in files.items()})
-    assert there.scheme == here.scheme == "e4m3-channel" and list(there.packings) == [name.removesuffix(".weight")]
+    assert (
+        there.foreign_layouts == ["fp8"]
+        and there.scheme == here.scheme == "e4m3-channel"
+        and list(there.packings) == [name.removesuffix(".weight")]
+    )
+
+
+@pytest.mark.parametrize("quantization", [None, {"quant_algo": "FP8"}, {"quant_algo": 8}])
+def test_a_file_of_modelopt_is_checked_before_weights_are_fetched(quantization: object, server: HubServer) -> None:
+    record = {} if quantization is None else {"hf_quant_config.json": json.dumps({"quantization": quantization})}
+    server.add("org/pico", FILES | {name: text.encode() for name, text in record.items()})
+    refused = (
+        pytest.raises(ModelError, match="cannot run here: .*quant_algo")
+        if quantization == {"quant_algo": 8}
+        else nullcontext()
+    )
+    with Hub(server.address(), None, print, RetryPolicy(base_delay=0.01)) as hub, refused:
+        check_supported(hub, plan_download(hub, "org/pico"))
+    assert not server.requests("storage:")
 
 
 @pytest.mark.parametrize(
