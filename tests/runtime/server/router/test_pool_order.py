@@ -205,3 +205,15 @@ def test_as_many_requests_as_allowed_wait(limit: int) -> None:
         await asyncio.gather(*asking)
 
     run(test)
+
+
+def test_only_a_model_that_cannot_be_loaded_is_shown_as_failed() -> None:
+    async def test() -> None:
+        bench = Bench(model("a"), model("damaged", problem="its files are damaged"))
+        assert [slot.shown_state for slot in bench.slots.values()] == ["unloaded", "failed"]
+        with pytest.raises(ApiError, match="damaged cannot be loaded: its files are damaged"):
+            await bench.ask("damaged")
+        await bench.ask("a")
+        assert bench.slots["a"].shown_state == "loaded"
+
+    run(test)
