@@ -12,6 +12,8 @@ from mycli.runtime.utils.json_fields import Fields
 from tests.support.command_line import Mycli
 from tests.support.families import CASES, reference_config
 from tests.support.models import random_model
+from tests.support.paths import PICO
+from tests.support.stored_models import FIRST, cached, quantized
 
 WORDS = {
     "llama-gqa4:2-hd16": ("4 of 16, 2 for keys and values", "MLP 88"),
@@ -117,3 +119,33 @@ def test_a_name_that_is_none_of_the_hub_is_not_looked_for_there(mycli: Mycli) ->
     """The address has no server: a request would end with another error."""
     done = mycli("show", "nothing-here", env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:1"})
     assert done.returncode == 4 and "no model of that name here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "origin"),
+    [
+        ({}, "quantized from an unknown model"),
+        ({"name": "org/m"}, "quantized from org/m"),
+        ({"name": "org/m", "revision": "abc", "scheme": "int8"}, "quantized from org/m @ abc (int8)"),
+        ({"name": "org/m", "adapter": "org/lora"}, "quantized from org/m with the adapter org/lora"),
+    ],
+    ids=["unknown", "name", "revision-and-scheme", "adapter"],
+)
+def test_a_quantized_model_names_its_origin(
+    source: dict[str, str], origin: str, mycli: Mycli, environment: dict[str, str]
+) -> None:
+    folder = quantized("tiny-int4", Path(environment["XDG_DATA_HOME"]) / "mycli")
+    (folder / "mycli.json").write_text(json.dumps({"source": source}))
+    text = mycli("show", "tiny-int4").stdout
+    assert re.search(rf"origin +{re.escape(origin)}\n", text)
+
+
+def test_a_model_of_the_hub_names_its_commit(
+    mycli: Mycli, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", f"{environment['HF_HOME']}/hub")
+    cached({path.name: path.read_bytes() for path in PICO.iterdir()})
+    assert re.search(rf"origin +org/tiny @ {FIRST}\n", mycli("show", "org/tiny").stdout)
+    assert re.search(r"origin +unknown\n", mycli("show", str(PICO)).stdout)
+    answer = json.loads(mycli("show", "org/tiny", "--json").stdout)
+    assert (answer["repo"], answer["commit"], answer["recipe"]) == ("org/tiny", FIRST, None)
