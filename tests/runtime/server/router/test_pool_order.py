@@ -31,7 +31,7 @@ def test_a_failure_is_forgotten_at_the_end_of_its_time() -> None:
             await asyncio.sleep(seconds)
             with pytest.raises(ApiError, match="a cannot be loaded: no memory") as caught:
                 await bench.ask("a")
-            assert caught.value.code == "model_load_failed"
+            assert (caught.value.status, caught.value.code) == (503, "model_load_failed")
         assert len(bench.log) == 1, "one attempt"
         bench.failures.clear()
         await asyncio.sleep(0.01)
@@ -65,6 +65,7 @@ def test_the_time_until_a_model_is_unloaded_is_known() -> None:
 def test_loading_takes_its_time_and_the_idle_time_counts_from_its_end() -> None:
     async def test() -> None:
         bench = Bench(model("a", idle=1.0), load=3.0)
+        await asyncio.sleep(2)
         asking = asyncio.create_task(bench.pool.load(bench.slots["a"]))
         await asyncio.sleep(3.5)
         slot = bench.slots["a"]
@@ -140,6 +141,7 @@ def test_memory_that_is_about_to_be_free_spares_other_models() -> None:
         async def slow_stop() -> None:
             await stopping.wait()
             await stop()
+            await asyncio.sleep(0.01)  # the end of the process is seen before that of its unloading
 
         bench.processes["a"].stop = slow_stop  # type: ignore[method-assign]
         bench.pool.unload(bench.slots["a"])
@@ -152,6 +154,7 @@ def test_memory_that_is_about_to_be_free_spares_other_models() -> None:
         stopping.set()
         await asking
         assert bench.events == ["+a", "+b", "-a", "+c"] and bench.slots["a"].evictions == 0
+        assert bench.slots["a"].deaths == 0 and not bench.log
 
     run(test)
 
