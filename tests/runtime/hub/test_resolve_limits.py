@@ -21,7 +21,7 @@ def test_an_empty_name_and_one_longer_than_a_path_are_refused(length: int, kind:
     assert ("empty or not a name" in caught.value.message) == (kind is UsageError)
 
 
-@pytest.mark.parametrize("name", ["org/na--me", "org/tiny@"])
+@pytest.mark.parametrize("name", ["org/na--me", "org/tiny@", "host:5000/name"])
 def test_a_name_with_one_slash_is_a_repositorys_and_no_path(name: str) -> None:
     with pytest.raises(UsageError):
         resolve(name)
