@@ -55,9 +55,8 @@ def test_the_time_until_a_model_is_unloaded_is_known() -> None:
             assert bench.pool.expiry(bench.slots[name]) is None
         await asyncio.sleep(10)
         assert bench.pool.expiry(slot) == 0.0
-        assert {name: slot.state for name, slot in bench.slots.items()} == {
-            **{"a": "unloaded", "forever": "loaded", "pinned": "loaded"}
-        }
+        states = {name: slot.state for name, slot in bench.slots.items()}
+        assert states == {"a": "unloaded", "forever": "loaded", "pinned": "loaded"}
 
     run(test)
 
