@@ -381,3 +381,12 @@ def test_a_reply_may_end_at_any_token_unless_its_grammar_says_otherwise() -> Non
         state: Any = SimpleNamespace(may_be_cut=value, shortened=value)
         bound = Sampler(SamplingParams(), VOCAB, torch.device("cpu"), constraint=state)
         assert bound.constrained and bound.may_be_cut == bound.shortened == value
+
+
+def test_a_greedy_reply_alone_and_among_sampled_ones_gets_its_likeliest_token() -> None:
+    logits = random_logits(11)
+    greedy = Sampler(SamplingParams(), VOCAB, logits.device)
+    sampled = [Sampler(SETTINGS["all"], VOCAB, logits.device) for _ in range(2)]
+    (best,) = sample_rows(logits, [greedy])
+    assert best == int(logits.argmax())
+    assert sample_rows(logits.expand(3, -1), [sampled[0], greedy, sampled[1]])[1] == best
