@@ -35,6 +35,11 @@ class Call:
     offline: bool
 
 
+def command_line(*words: str) -> list[str]:
+    """Return the command line of a process that runs mycli; Python files of the current folder are not imported."""
+    return [sys.executable, "-P", "-m", "mycli.cli", *words]
+
+
 class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed on the way out."""
 

@@ -6,13 +6,12 @@ import re
 import secrets
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.command import Call, command
+from mycli.cli.command import Call, command, command_line
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import about
@@ -123,7 +122,7 @@ def _parse_slo(slo: str | None) -> dict[str, float]:
 
 @contextmanager
 def _serving(model: str, flags: Sequence[str], context: int, sequences: int) -> Iterator[str]:
-    line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json", "--ctx", str(context)]
+    line = command_line("serve", model, "--port", "0", "--json", "--ctx", str(context))
     # Supervised: without a key, whatever the settings say, and ended when its standard input closes. So a killed
     # measurement leaves no server behind.
     # No records: they would push the replies that users can resume out of the folder.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from mycli.cli.command import Call, command
+from mycli.cli.command import Call, command, command_line
 from mycli.cli.flags import options
 from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
@@ -148,7 +148,7 @@ def _server(call: Call, model: str | None, context: int | None) -> Iterator[tupl
             "no server is running", "name a model to serve: --model MODEL; or start one: mycli serve MODEL"
         )
     # It ends when the pipe to its standard input closes, so a killed `launch` leaves no server behind.
-    line = [sys.executable, "-m", "mycli.cli", "serve", model, "--port", "0", "--json", "--end-with-stdin"]
+    line = command_line("serve", model, "--port", "0", "--json", "--end-with-stdin")
     line += [] if context is None else ["--ctx", str(context)]
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=silent, start_new_session=True) as child:

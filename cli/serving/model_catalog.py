@@ -1,6 +1,5 @@
 """Finds the models of a server for several, and plans the memory of each before weights are read."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import typer
 
-from mycli.cli.command import Call
+from mycli.cli.command import Call, command_line
 from mycli.cli.flags.address import AddressFlags, alias_names
 from mycli.cli.flags.config_file import MODEL, config_path, option_key, read_served_models
 from mycli.cli.flags.options import parse_duration
@@ -143,7 +142,7 @@ class Catalog:
             return replace(model, place=target.place, problem=error.message)
         words = [*(word for name in model.names for word in ("--alias", name)), *words]
         limit = room - (0 if target.gpu else SERVER_BYTES)
-        command = [sys.executable, "-m", "mycli.cli", "serve", request.source, *words, "--memory", f"{limit}B"]
+        command = command_line("serve", request.source, *words, "--memory", f"{limit}B")
         command += ["--unix-socket", str(socket), "--supervised", "--json", *self._global_words()]
         stored = request.source if not is_path(request.source) and request.source not in BUILT_IN else ""
         model = replace(model, removable=stored)

@@ -1,7 +1,6 @@
 """Runs a server for several models: the router process and its list of models."""
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from mycli.cli.command import Call
+from mycli.cli.command import Call, command_line
 from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.cli.flags.several import SeveralModelsFlags
@@ -79,7 +78,7 @@ def serve_several(
 
 
 def _manager(catalog: Catalog, rooms: dict[str, int], environment: Mapping[str, str]) -> ModelManager:
-    program = (sys.executable, "-m", "mycli.cli")
+    program = command_line()
     numbers = count(1)
 
     def describe(name: str) -> RoutedModel:
