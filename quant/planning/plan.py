@@ -36,7 +36,7 @@ from mycli.runtime.utils.files import require_space
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 QUICK_TOKENS = 8192
-# Ten minutes for 1.1 billion parameters on two cores with AVX2; large models get fewer on a CPU.
+# A CPU measures large models on fewer tokens: two cores with AVX2 take ten minutes for 1.1 billion parameters.
 LARGE = 2_000_000_000  # parameters that a token uses
 QUICK_TOKENS_OF_LARGE = 2048
 FULL_TOKENS = 1 << 15  # more than the held-out text has in any vocabulary but one of bytes

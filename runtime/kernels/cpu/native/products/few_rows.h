@@ -13,7 +13,8 @@ namespace {
 
 // Rows of 16-bit integers and of bytes, and row blocks, that are multiplied at a time: with 32 vector registers 20 or 24 are sums. Row
 // blocks side by side share the loads of activations. Up to LONG_PART rows of bytes are multiplied at a time by codes of LONG_BITS or
-// more, of one row block: memory is their limit.
+// more, of one row block: memory is their limit. With AVX2 only experts have several rows of 16-bit integers here (FEW is 1): larger
+// parts of these took much of the time of compiling.
 #if WIDTH == 64
 constexpr int PART = 5, BYTE_PART = ZEN5 ? 6 : PART, LONG_PART = ZEN5 ? 9 : BYTE_PART, SIDE = 2;
 #elif WIDTH == 32
