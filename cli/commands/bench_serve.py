@@ -1,23 +1,21 @@
 """`mycli bench serve`: a server under load as its clients see it, started for the measurement or at a URL."""
 
-import json
 import os
 import re
 import secrets
 import statistics
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.command import Call, command, command_line
+from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import about
 from mycli.cli.output import Column
 from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.reports.plot import require_svg, write_loads
+from mycli.cli.serving.local_server import started_server
 from mycli.runtime.diagnostics.serving_load import Load
 from mycli.runtime.errors import GateError, ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import resolve
@@ -32,7 +30,6 @@ EXAMPLES = (
     "mycli bench serve http://127.0.0.1:8000 --clients 8 --shared 256  # needs a server",
     "mycli bench serve Qwen/Qwen3-0.6B --rate 0.5,1,2 --slo ttft=500ms,tpot=50ms  # needs the model",
 )
-STOP_SECONDS = 60
 SLO_SHARE = 0.95  # of the replies must meet --slo
 SLO_FIELDS = {"ttft": "ttft_p95_seconds", "tpot": "tpot_p95_seconds"}
 _URL = r"https?://"
@@ -120,32 +117,6 @@ def _parse_slo(slo: str | None) -> dict[str, float]:
     return limits
 
 
-@contextmanager
-def _serving(model: str, flags: Sequence[str], context: int, sequences: int) -> Iterator[str]:
-    line = command_line("serve", model, "--port", "0", "--json", "--ctx", str(context))
-    # Supervised: without a key, whatever the settings say, and ended when its standard input closes. So a killed
-    # measurement leaves no server behind.
-    # No records: they would push the replies that users can resume out of the folder.
-    line += ["--max-sequences", str(sequences), "--supervised", "--no-record", *flags]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            ready = process.stdout.readline()
-            if not ready:
-                code = process.wait(STOP_SECONDS)
-                raise ModelError(f"{model}: mycli serve ended with exit code {code}", "its error is printed above")
-            answer = json.loads(ready)
-            if "error" in answer:
-                raise ModelError(f"{model}: mycli serve: {answer['error']['message']}", answer["error"]["hint"])
-            yield str(answer["url"])
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 def _measure_all(
     call: Call, models: Sequence[str], loads: Sequence[Load], repetitions: int, flags: Sequence[str]
 ) -> Iterator[list[Row]]:
@@ -156,8 +127,11 @@ def _measure_all(
         # Twice the length: prompts are made of words, and the tokens per word are only estimated.
         context = max(128, *(2 * (load.prompt + load.reply) for load in loads))
         sequences = min(max(load.clients or load.requests for load in loads), 256)
-        with _serving(model, flags, context, sequences) as url:
-            yield _measure(call, url, "own", loads, repetitions, None, model)
+        # Supervised: without a key, whatever the settings say. No records: they would push the replies that users can
+        # resume out of the folder.
+        mode = ("--ctx", str(context), "--max-sequences", str(sequences), "--supervised", "--no-record")
+        with started_server(call, model, *mode, *flags) as announced:
+            yield _measure(call, str(announced["url"]), "own", loads, repetitions, None, model)
 
 
 def _measure(

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from mycli.cli.command import Call, command, command_line
+from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.options import KEY_VARIABLE
-from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
+from mycli.cli.serving.local_server import started_server
+from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.run_file import running_servers
-from mycli.runtime.utils.json_fields import strict_json
 
 EXAMPLES = (
     "mycli launch codex --model pico  # needs the program",
@@ -147,21 +147,6 @@ def _server(call: Call, model: str | None, context: int | None) -> Iterator[tupl
         raise NotFoundError(
             "no server is running", "name a model to serve: --model MODEL; or start one: mycli serve MODEL"
         )
-    # It ends when the pipe to its standard input closes, so a killed `launch` leaves no server behind.
-    line = command_line("serve", model, "--port", "0", "--json", "--end-with-stdin")
-    line += [] if context is None else ["--ctx", str(context)]
-    pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=silent, start_new_session=True) as child:
-        try:
-            assert child.stdout is not None
-            call.out.note(f"serving {model}")
-            announced = strict_json(child.stdout.readline() or b"{}")
-            if "url" not in announced:
-                cause = announced.get("error", {}).get("message", "its server ended")
-                raise ResourceError(
-                    f"{model} cannot be served: {cause}", f"look closer: mycli serve {shlex.quote(model)}"
-                )
-            yield str(announced["url"]), str(announced.get("model", Path(model).name))
-        finally:
-            child.terminate()
-            child.wait()  # its pipe closes after that: to the server this is a second signal, which cuts replies off
+    call.out.note(f"serving {model}")
+    with started_server(call, model, *([] if context is None else ["--ctx", str(context)])) as announced:
+        yield str(announced["url"]), str(announced.get("model", Path(model).name))

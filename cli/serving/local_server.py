@@ -1,20 +1,28 @@
-"""Lists a server for `mycli ps`, and sends requests to one on this machine, by HTTP on a port or a Unix socket."""
+"""Starts a server in another process, lists servers for `mycli ps`, and sends requests to one on this machine.
+
+Requests are HTTP on a port or a Unix socket.
+"""
 
 import http.client
 import json
 import os
+import shlex
 import socket
+import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
-from mycli.cli.command import Call
+from mycli.cli.command import Call, command_line
 from mycli.cli.flags.options import KEY_VARIABLE
+from mycli.runtime.errors import ModelError, NotFoundError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.run_file import RunningServer, announced
 
 _MAX_BYTES = 1 << 20
+_STOP_SECONDS = 60  # after SIGTERM, for replies under way; the server itself waits for half as long
 
 
 @contextmanager
@@ -25,6 +33,53 @@ def listed(call: Call, server: RunningServer) -> Iterator[None]:
         if problem:
             call.out.warn(f"{folder}: {problem}: this server is listed by neither mycli ps nor mycli stop")
         yield
+
+
+@contextmanager
+def started_server(call: Call, model: str, *flags: str) -> Iterator[dict[str, Any]]:
+    """Serve `model` in another process inside this context; yield what it announces: its `url` and its `model`.
+
+    Its notes and warnings are shown until it serves. The process ends when its standard input closes, so none is left
+    if this one is killed. Raises the error that it ended with.
+    """
+    line = command_line("serve", model, "--port", "0", "--json", "--end-with-stdin", *flags)
+    pipe, serves = subprocess.PIPE, threading.Event()
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        notes = threading.Thread(target=_relay, args=(child.stderr, call, serves))
+        notes.start()
+        try:
+            announced: Any = None
+            with suppress(ValueError):
+                announced = json.loads(child.stdout.readline())
+            if not isinstance(announced, dict) or "url" not in announced:
+                raise _error_of(model, announced)
+            serves.set()
+            yield announced
+        finally:
+            child.terminate()
+            try:
+                child.wait(_STOP_SECONDS)  # its pipe closes after that: a second signal, which cuts replies off
+            except subprocess.TimeoutExpired:
+                child.kill()
+            notes.join()
+
+
+def _relay(lines: IO[bytes], call: Call, serves: threading.Event) -> None:
+    # Reads to the end: a full pipe would block the server.
+    for line in lines:
+        if not serves.is_set():
+            call.out.note(line.decode("utf-8", "replace").rstrip())
+
+
+def _error_of(model: str, answer: Any) -> UserError:
+    # The error in the answer of a process that did not serve.
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return ResourceError(f"{model}: its server ended", f"look closer: mycli serve {shlex.quote(model)}")
+    kinds: tuple[type[UserError], ...] = (UsageError, ModelError, NotFoundError)
+    kind = next((kind for kind in kinds if kind.exit_code == error.get("exit_code")), ResourceError)
+    return kind(str(error.get("message")), str(error.get("hint", "")))
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.commands.launch import AGENTS, agent_setup
+from mycli.cli.serving.local_server import started_server
 from mycli.runtime.server.http.run_file import RunningServer, announced, running_servers
 from tests.cli.commands.test_serve import process
 from tests.support.command_line import Mycli
@@ -60,6 +61,30 @@ def test_a_missing_agent_is_refused_with_the_install_line(mycli: Mycli, tmp_path
 def test_mistakes_are_named(mycli: Mycli, programs: dict[str, str]) -> None:
     assert "one of: codex, claude, opencode, aider" in mycli("launch", "cursor").stderr
     assert "no server is running" in mycli("launch", "claude", env=programs).stderr
+
+
+def test_the_error_of_a_model_that_cannot_be_served_is_shown(mycli_process: Mycli, programs: dict[str, str]) -> None:
+    done = mycli_process("launch", "claude", "--model", "no-such-model", env=programs)
+    assert done.returncode == 4 and "mycli search no-such-model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("", 5, "its server ended"),
+        ("no JSON", 5, "its server ended"),
+        ("[1]", 5, "its server ended"),
+        ('{"error": {"message": "a cause", "hint": "a hint", "exit_code": 3}}', 3, "a hint"),
+        ('{"error": {"message": "a cause"}}', 5, "a cause"),
+    ],
+)
+def test_a_server_that_ends_is_an_error_below_its_notes(
+    mycli: Mycli, programs: dict[str, str], monkeypatch: pytest.MonkeyPatch, output: str, code: int, said: str
+) -> None:
+    line = ["sh", "-c", 'echo "a note" >&2; echo "$0"', output]
+    monkeypatch.setattr(sys.modules[started_server.__module__], "command_line", lambda *words: line)
+    done = mycli("launch", "claude", "--model", "pico", env=programs)
+    assert done.returncode == code and said in done.stderr and done.stderr.startswith("serving pico\na note\n")
 
 
 def test_agents_run_on_the_server_that_runs(
