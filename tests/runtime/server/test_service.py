@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import BeamOptions, Request
-from mycli.runtime.sampling.params import recommended
+from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.http.api_error import ApiError, ContextError
 from mycli.runtime.server.http.settings import ServerSettings
@@ -47,6 +47,17 @@ def test_a_service_is_busy_from_the_head_of_a_request_to_the_end_of_its_replies(
     service.requests = 0
     service.worker.submit([(Request((1,), limit=1), [reader()])], cast(Delivery, None))
     assert service.busy
+    service.close()
+
+
+@pytest.mark.parametrize("name", [None, "pico", "alias", "pico:latest"])
+def test_a_model_is_served_under_its_names_and_without_one(loaded: LoadedModel, name: str | None) -> None:
+    service = unserved(loaded, ServerSettings(("pico", "alias")))
+    service.check_model(name)
+    for other in ("other", "pico:7b", ""):
+        with pytest.raises(ApiError, match="is not served here; served: pico, alias") as error:
+            service.check_model(other)
+        assert (error.value.status, error.value.param) == (404, "model")
     service.close()
 
 
@@ -109,6 +120,7 @@ def test_a_sampling_field_has_its_meaning_of_other_servers(
     sampling = service.sampling(Sampling(**fields))
     assert getattr(sampling, name) == value
     assert service.sampling(Sampling()) == recommended(service.loaded.defaults)
+    assert service.request([1], Sampling(**fields), 4, None, None).sampling == sampling
 
 
 JSON_OBJECT = ResponseFormat(type="json_object")
@@ -146,7 +158,7 @@ def test_marks_of_files_end_what_fills_a_gap_and_nothing_else(loaded: LoadedMode
         return service.request([1], Sampling(**fields), None, None, None, fills_in=fills_in).stop_ids
 
     assert stops(True) == service.loaded.stop_ids | marks.ends
-    assert stops(False) == service.loaded.stop_ids
+    assert stops(False) == service.request([1], Sampling(), None, None, None).stop_ids == service.loaded.stop_ids
     assert stops(True, ignore_eos=True) == frozenset()
     service.close()
 
@@ -198,7 +210,7 @@ def test_a_beam_search_accepts_settings_that_change_nothing(
         return service.request([1], Sampling(**{name: value}), 4, None, None, beams=BeamOptions(2))
 
     for value in (None, *neutral):
-        assert search(value).beams == BeamOptions(2)
+        assert (search(value).beams, search(value).sampling) == (BeamOptions(2), SamplingParams())
     with pytest.raises(ApiError) as error:
         search(other)
     assert error.value.param == name

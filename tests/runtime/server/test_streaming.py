@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from threading import current_thread
+from threading import Event, current_thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -84,6 +84,23 @@ def test_large_bodies_have_a_pool_for_themselves(loaded: LoadedModel, size: int,
     assert name.startswith(pool)
 
 
+def test_large_bodies_are_read_in_turn(loaded: LoadedModel) -> None:
+    service, waiting = unserved(loaded), Event()
+
+    def read() -> str:
+        waiting.wait(20)
+        return current_thread().name
+
+    async def names() -> list[str]:
+        bodies = [asyncio.create_task(off_loop(service, read, 1 << 20)) for _ in range(4)]
+        await asyncio.sleep(0)  # all are in the queue now
+        waiting.set()
+        return await asyncio.gather(*bodies)
+
+    assert len(set(asyncio.run(names()))) == 1
+    service.close()
+
+
 END = (Piece(tokens=(5,), end="stop"),)
 
 
@@ -117,6 +134,25 @@ def test_a_reply_waits_for_its_first_token_only_as_long_as_the_limit(
     else:
         run_in_virtual_time(read, 1000)
     assert counted == pauses
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        pytest.param(Piece(end="deadline"), 504, "timeout", id="too-slow"),
+        pytest.param(Piece(end="error", problem="a bug"), 500, "generation_failed", id="bug"),
+        pytest.param(Piece(end="error", problem="too long", refused=True), 400, "generation_failed", id="refused"),
+    ],
+)
+def test_a_reply_that_fails_is_an_error_of_the_server_or_of_the_request(end: Piece, status: int, code: str) -> None:
+    async def read() -> None:
+        async with running(a_service({1.0: [end]}), a_request(), prepared_for()) as pieces:
+            async for _ in pieces:
+                pass
+
+    with pytest.raises(ApiError) as error:
+        run_in_virtual_time(read, 100)
+    assert (error.value.status, error.value.code) == (status, code) and end.problem in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -178,7 +214,9 @@ def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) 
         request = a_request()
 
         async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
+            if message["type"] == "http.response.start":
+                assert message["status"] == 200 and not sent
+            else:
                 sent.append((now(), message["body"], message["more_body"]))
 
         response = await answer(a_service(schedule), request, prepared_for(), Words(), True)

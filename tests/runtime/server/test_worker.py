@@ -119,6 +119,7 @@ def test_a_reply_waits_until_its_first_token(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [(1, 1), (0, 1), (0, 1), (0, 0)]
     metrics = threads.metrics.text().decode()
     assert "time_to_first_token_seconds_count 1.0" in metrics and "inter_token_latency_seconds_count 2.0" in metrics
+    assert "request_generation_tokens_sum 3.0" in metrics
 
 
 @pytest.mark.parametrize(("stops", "reason", "cancelled"), [(True, "stop", [1]), (False, "length", [])])
