@@ -152,8 +152,8 @@ def test_s4_a_panic_on_the_engine_thread_fails_every_request_and_ends_the_server
 ) -> None:
     with scripted("a b c d", pause=0.05) as served:
         monkeypatch.setattr(served.server, "end", lambda: None)  # it is checked before it ends
-        worker = served.service.worker
-        worker._on_death = ended = threading.Event().set  # type: ignore[method-assign]  # replaces the server's
+        worker, ended = served.service.worker, threading.Event()
+        worker._on_death = ended.set  # type: ignore[method-assign]  # replaces the server's
         worker.engine.error = Panic("index out of bounds")  # type: ignore[attr-defined]  # of the scripted engine
         assert _together(served, 4).count(500) >= 1
         assert served.ask("GET", "/health").status == 503
@@ -162,7 +162,7 @@ def test_s4_a_panic_on_the_engine_thread_fails_every_request_and_ends_the_server
         )
         refused = served.chat()
         assert refused.status == 503 and refused.error["code"] == "engine_failed"
-        assert worker.underway == 0 and ended
+        assert ended.wait(20) and worker.dead and worker.underway == 0
     with scripted("a b c d") as served:
         served.service.worker.engine.error = Panic("x")  # type: ignore[attr-defined]  # of the scripted engine
         assert served.chat().status == 500
