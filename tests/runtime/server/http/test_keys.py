@@ -25,6 +25,12 @@ def test_a_file_of_keys() -> None:
     assert KeyShare.decode(alice.share.encode()) == alice.share and KeyShare.decode("") == KeyShare()
 
 
+@pytest.mark.parametrize(("text", "weight"), [("1", 1.0), ("0.001", 0.001), ("0.5", 0.5), ("9999.999", 9999.999)])
+def test_a_weight_is_any_number_above_zero(text: str, weight: float) -> None:
+    (key,) = parse_keys(f"ci aaaaaaaa weight={text}", "keys")
+    assert key.share == KeyShare("ci", weight)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -32,6 +38,7 @@ def test_a_file_of_keys() -> None:
         ("al;ice aaaaaaaa", "line 1: the name must be"),
         ("alice short", "line 1: the key must be 8"),
         ("\nalice aaaaaaaa weight=0", "line 2: 'weight=0' is not"),
+        ("alice aaaaaaaa weight=10000", "line 1: 'weight=10000' is not"),
         ("alice aaaaaaaa rpm=-1", "line 1: 'rpm=-1' is not"),
         ("alice aaaaaaaa\nalice bbbbbbbb", "two lines have the same name"),
         ("alice aaaaaaaa\nbob aaaaaaaa", "two lines have the same key"),
@@ -82,10 +89,9 @@ def test_a_key_may_have_as_many_requests_as_its_limit() -> None:
     (key,) = parse_keys("ci aaaaaaaa concurrent=2", "keys")
     table = KeyTable([key])
     with table.counted(key):
-        with table.counted(key), pytest.raises(ApiError, match="has 2 running requests"), table.counted(key):
-            pass
-        with table.counted(key):
-            pass
+        for _ in range(2):
+            with table.counted(key), pytest.raises(ApiError, match="has 2 running requests"), table.counted(key):
+                pass
 
 
 def test_a_file_has_at_most_10000_keys() -> None:
