@@ -158,9 +158,10 @@ def test_what_a_client_has_is_counted_in_a_single_reply_alone(journal: ReplyJour
     work = resume(journal, SINGLE, after=2)
     assert work.leave_out.apply(Piece(parts=("abc",))).parts == ("c",)
     work.close(submitted=False)
-    record(ReplyJournal(journal.folder / "several"), REQUESTS)
+    two = OTHERS["replies"]
+    record(ReplyJournal(journal.folder / "two"), two)
     with pytest.raises(ApiError) as error:
-        resume(ReplyJournal(journal.folder / "several"), REQUESTS, after=1)
+        resume(ReplyJournal(journal.folder / "two"), two, after=1)
     assert error.value.param == "after"
 
 
