@@ -122,6 +122,28 @@ def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse(answering: Served,
     assert answering.ask("POST", CHAT, {**BODIES[CHAT], name: None}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("names", "neutral", "other"),
+    [
+        ("lora stop_regex functions", (None, False, 0, 0.0, "", [], {}), 1),
+        ("typical_p typ_p repeat_penalty n_cmpl", (None, 1, 1.0), 2),
+        ("typical_p n_cmpl", (None, 1), True),  # true is not the number 1
+        ("top_n_sigma n_keep adaptive_target t_max_predict_ms", (None, 0, -1), -2),
+        ("thinking_token_budget reasoning_budget_tokens thinking_budget_tokens", (None, -1), -2),
+        ("thinking_token_budget reasoning_budget_tokens thinking_budget_tokens", (None, -1), 0),
+        ("skip_special_tokens separate_reasoning use_activation", (None, True), False),
+        ("modalities", (None, [], ["text"]), ["text", "audio"]),
+        ("embd_normalize", (None, 2), 3),
+    ],
+)
+def test_values_of_a_field_that_change_nothing_are_accepted(names: str, neutral: tuple[Any, ...], other: Any) -> None:
+    for name in names.split():
+        assert [fields.check_fields({name: value}, ()) for value in neutral] == [[]] * len(neutral)
+        with pytest.raises(ApiError, match=f"{name}: is not supported") as error:
+            fields.check_fields({name: other}, ())
+        assert error.value.param == name and fields.check_fields({name: other}, (name,)) == []
+
+
 def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None:
     answer = answering.ask("POST", CHAT, {**BODIES[CHAT], "temprature": 0.5, "a\nb": 1})
     assert answer.status == 200 and answer.headers["x-mycli-omitted"] == "field temprature, field unprintable"
@@ -158,6 +180,16 @@ def test_a_window_of_penalties_is_refused_where_penalties_are_set(answering: Ser
         answer = answering.ask("POST", CHAT, {**BODIES[CHAT], "repeat_last_n": 64, "frequency_penalty": penalty})
         assert answer.status == status, answer.body
     assert answer.error["param"] == "repeat_last_n"
+
+
+def test_a_window_of_the_whole_reply_changes_no_penalty() -> None:
+    def check(window: int | None, *known: str) -> list[str]:
+        return fields.check_fields({"presence_penalty": 0.5, "repeat_last_n": window}, ("presence_penalty", *known))
+
+    assert [check(window) for window in (None, -1)] == [[], []] and check(64, "repeat_last_n") == []
+    for window in (-2, 0, 64):
+        with pytest.raises(ApiError, match="repeat_last_n: is not supported"):
+            check(window)
 
 
 def test_llama_cpps_words_of_tokenization(answering: Served) -> None:

@@ -58,6 +58,7 @@ def test_only_text_has_logprobs(
         assert [part["text"].strip() for part in parts] == texts
         for part in parts:
             assert "".join(entry["token"] for entry in part["logprobs"]).strip() == part["text"].strip()
+        assert {event.get("content_index", 0) for event in answer.events} <= {0}, "items have a single part"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
