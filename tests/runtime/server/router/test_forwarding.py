@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.ollama.card import NEVER, utc_text
 from mycli.runtime.server.router.application import Router, router_application
 from mycli.runtime.server.router.management import ModelManager
 from mycli.runtime.server.router.model import RoutedModel
@@ -169,7 +171,8 @@ def test_loaded_models_have_their_place_and_their_end() -> None:
             ("gpu", 2, 2),
             ("idle", 2, 0),
         ]
-        assert entries["cpu"]["expires_at"].startswith("2318-") and not entries["idle"]["expires_at"].startswith("2318")
+        assert entries["cpu"]["expires_at"] == NEVER
+        assert utc_text(datetime.now(UTC)) < entries["idle"]["expires_at"] < NEVER
 
     run(test)
 

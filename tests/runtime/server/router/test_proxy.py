@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.http.keys import KeyShare
+from mycli.runtime.server.http.settings import CLIENT_HEADER, SHARE_HEADER
 from mycli.runtime.server.router.proxy import (
     EventCount,
     ForwardedResponse,
@@ -24,6 +25,7 @@ from mycli.runtime.server.router.proxy import (
 )
 
 ERROR = ApiError(502, "the model has ended", "model_process_failed")
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @pytest.mark.parametrize(
@@ -81,41 +83,102 @@ def test_events_are_counted_however_a_stream_is_cut(size: int) -> None:
     assert events.count == 5
 
 
-def test_the_error_at_the_end_of_a_stream_has_the_next_number() -> None:
-    class Ends(httpx2.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            for number in range(2):
-                yield event({"sequence_number": number}, "response.created")
+class Stream(httpx2.AsyncByteStream):
+    """The parts of a stream, after which its process may die."""
+
+    def __init__(self, *parts: bytes, dies: bool = False) -> None:
+        self._parts, self._dies = parts, dies
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            yield part
+        if self._dies:
             raise httpx2.ReadError("gone")
+
+
+def forward(
+    answer: Callable[[httpx2.Request], httpx2.Response], path: str, headers: Mapping[str, str] = NO_HEADERS
+) -> tuple[list[Any], dict[str, Any]]:
+    """Forward a request to a process that gives `answer`; return the messages to the client and the request's state."""
 
     @asynccontextmanager
     async def use(slot: object) -> AsyncIterator[Any]:
-        transport = httpx2.MockTransport(lambda request: httpx2.Response(200, stream=Ends()))
+        transport = httpx2.MockTransport(answer)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield SimpleNamespace(client=client, ended=lambda: asyncio.sleep(0), exit_reason="killed")
 
-    sent = list[bytes]()
+    sent = list[Any]()
 
     async def send(message: Any) -> None:
-        sent.append(message.get("body", b""))
+        sent.append(message)
 
     async def receive() -> Any:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()  # the client stays
 
-    state = {"request_id": "r", "share": KeyShare()}
+    state = {"request_id": "r", "share": KeyShare("ci", 2.0)}
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/responses",
+        "path": path,
         "query_string": b"",
-        "headers": [],
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("10.0.0.7", 5),
         "state": state,
     }
     slot = SimpleNamespace(model=SimpleNamespace(name="pico"))
     response = ForwardedResponse(SimpleNamespace(use=use), slot, Request(scope), b"{}")  # type: ignore[arg-type]  # stubs
     asyncio.run(response(scope, receive, send))
-    last = json.loads(sent[-1].partition(b"data: ")[2])
+    return sent, state
+
+
+def test_the_error_at_the_end_of_a_stream_has_the_next_number() -> None:
+    events = [event({"sequence_number": number}, "response.created") for number in range(2)]
+    sent, _ = forward(lambda request: httpx2.Response(200, stream=Stream(*events, dies=True)), "/v1/responses")
+    last = json.loads(sent[-1]["body"].partition(b"data: ")[2])
     assert (last["type"], last["sequence_number"], last["message"]) == ("error", 2, "pico failed: killed")
+
+
+def test_a_process_that_dies_before_its_answer_is_an_error() -> None:
+    def die(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ReadError("gone")
+
+    for answer in (
+        die,
+        lambda request: httpx2.Response(200, headers={"content-length": "9"}, stream=Stream(dies=True)),
+    ):
+        with pytest.raises(ApiError, match="pico failed: killed") as error:
+            forward(answer, "/v1/completions")
+        assert (error.value.status, error.value.code) == (502, "model_process_ended")
+
+
+def test_the_process_of_a_model_gets_no_key_and_the_client_no_header_of_its_connection() -> None:
+    seen = list[httpx2.Headers]()
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append(request.headers)
+        return httpx2.Response(201, headers={"Date": "x", "server": "x", "x-mycli-omitted": "field a"}, content=b"ok")
+
+    headers = {"host": "example.org", "authorization": "Bearer x", "x-api-key": "x", "x-request-id": "other"}
+    sent, state = forward(answer, "/v1/completions", {**headers, "origin": "x", "x-mycli-cache": "why"})
+    assert not {"authorization", "x-api-key", "origin"} & set(seen[0])
+    names = ("host", "x-mycli-cache", "x-request-id", SHARE_HEADER, CLIENT_HEADER)
+    assert [seen[0][name] for name in names] == ["localhost", "why", "r", "ci;2;0", "10.0.0.7"]
+    head, body = sent
+    assert head["status"] == 201 and {name.lower() for name, _ in head["headers"]} == {
+        b"x-mycli-omitted",
+        b"content-length",
+    }
+    assert body == {"type": "http.response.body", "body": b"ok"}
+    assert state["forwarded"], "the log line is that of the process"
+
+
+def test_a_stream_is_passed_on_part_by_part() -> None:
+    sent, _ = forward(lambda request: httpx2.Response(200, stream=Stream(b"a", b"b")), "/v1/completions")
+    assert [(message["body"], message.get("more_body", False)) for message in sent[1:]] == [
+        (b"a", True),
+        (b"b", True),
+        (b"", False),
+    ]
 
 
 def test_the_description_names_all_models() -> None:

@@ -115,7 +115,7 @@ def test_tokens_are_counted_over_all_pieces() -> None:
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
-@pytest.mark.parametrize(("ttft", "prompt_seconds"), [(2.0, 2.0), (None, 10.0)])
+@pytest.mark.parametrize(("ttft", "prompt_seconds"), [(2.0, 2.0), (0.5, 0.5), (None, 10.0)])
 def test_times_of_a_reply_are_those_of_its_prompt_and_of_its_tokens(
     ttft: float | None, prompt_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
