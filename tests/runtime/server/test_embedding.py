@@ -14,6 +14,7 @@ from mycli.runtime.server.embedding import (
     VectorReader,
     cosine,
     cut_ids,
+    embedder_of,
     score_requests,
     vector_requests,
 )
@@ -95,3 +96,13 @@ def test_vectors_have_at_most_the_dimensions_of_the_model(needs_all: bool, state
 def test_the_similarity_is_of_directions() -> None:
     east, north = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 3.0])
     assert [cosine(east, other) for other in (east * 4, north, -east)] == [1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "why"), [(None, "has no modules.json"), (object(), "it is a reranker, for /v1/rerank")]
+)
+def test_a_model_without_vectors_is_refused_with_the_reason(encoder: object, why: str) -> None:
+    service: Any = SimpleNamespace(name="pico", loaded=SimpleNamespace(embedder=None, cross_encoder=encoder))
+    with pytest.raises(ApiError, match=why) as error:
+        embedder_of(service)
+    assert (error.value.status, error.value.code) == (400, "not_an_embedding_model")

@@ -3,13 +3,16 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mycli.runtime.server.http import guard
 from mycli.runtime.server.http.guard import Guard
 from mycli.runtime.server.http.settings import CLIENT_HEADER, ServerLimits, ServerSettings, ServerState
 from mycli.runtime.tokenizer.prompt_difference import Difference
@@ -19,10 +22,15 @@ from mycli.runtime.tokenizer.prompt_difference import Difference
 class Seen:
     """The traces of a request through the guard."""
 
-    status: int = 0
+    statuses: list[int] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     running: list[int] = field(default_factory=list)  # requests that the server counts, within the route and after it
+
+    @property
+    def status(self) -> int:
+        (status,) = self.statuses
+        return status
 
     @property
     def record(self) -> Any:
@@ -37,30 +45,38 @@ def send(
     state: Mapping[str, Any] | None = None,
     client: tuple[str, int] | None = ("10.0.0.7", 5),
     reads: bool = False,
+    begins: bool = True,
+    fails: BaseException | None = None,
+    draining: bool = False,
     **settings: Any,
 ) -> Seen:
-    """Send a request to a route that sets `state`, and reads the body if `reads`."""
+    """Send a request to a route that sets `state`, reads the body if `reads`, and fails after its head if `begins`."""
     seen, server = Seen(), ServerState(ServerSettings(("pico",), log_format="json", **settings))
+    server.draining = draining
 
     async def route(scope: Scope, receive: Receive, reply: Send) -> None:
         scope["state"].update(state or {})
         seen.running.append(server.requests)
         if reads:
             await receive()
-        await Response(b"ok")(scope, receive, reply)
+        if begins:
+            await Response(b"ok")(scope, receive, reply)
+        if fails is not None:
+            raise fails
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def write(message: Any) -> None:
         if message["type"] == "http.response.start":
-            seen.status = message["status"]
+            seen.statuses.append(message["status"])
             seen.headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
 
     pairs = [(name.encode(), value.encode()) for name, value in [("host", "localhost"), *headers]]
     scope = {"type": "http", "path": path, "raw_path": path.encode(), "method": method, "headers": pairs, "state": {}}
     scope |= {"client": client, "scheme": "http", "http_version": "1.1"}
-    asyncio.run(Guard(route, server, seen.lines.append)(scope, receive, write))
+    with nullcontext() if fails is None else suppress(type(fails)):
+        asyncio.run(Guard(route, server, seen.lines.append)(scope, receive, write))
     seen.running.append(server.requests)
     return seen
 
@@ -135,3 +151,26 @@ def test_a_miss_of_the_cache_is_described_where_a_client_wants_it() -> None:
 
 def test_a_request_that_another_server_answered_is_in_its_log() -> None:
     assert send(state={"forwarded": True}).lines == []
+
+
+@pytest.mark.parametrize(
+    ("fails", "status"), [(RuntimeError("a bug"), 500), (asyncio.CancelledError(), 503)], ids=["bug", "shutdown"]
+)
+def test_only_a_response_that_has_not_begun_becomes_an_error(fails: BaseException, status: int) -> None:
+    assert send(begins=False, fails=fails).statuses == [status] and send(fails=fails).statuses == [200]
+
+
+def test_a_server_that_drains_takes_no_new_work() -> None:
+    assert [send(method=method, draining=True).status for method in ("GET", "POST")] == [200, 503]
+
+
+@pytest.mark.parametrize(
+    ("path", "route"), [("/", "/"), ("/v1/models/", "/v1/models"), ("//v1/models//", "/v1/models"), ("/web/", "/web/")]
+)
+def test_a_slash_at_the_end_counts_only_among_the_files_of_the_page(path: str, route: str) -> None:
+    assert send(path).record["route"] == route
+
+
+def test_the_log_has_the_duration_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "time", SimpleNamespace(perf_counter=iter((100.0, 102.5)).__next__))
+    assert send().record["seconds"] == 2.5

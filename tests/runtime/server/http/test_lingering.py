@@ -1,14 +1,18 @@
 """Test that responses reach clients that still send, or have ended their side, and that others are not kept."""
 
+import asyncio
 import socket
 import time
+from typing import cast
 
+import h11
 import pytest
 
 from mycli.runtime.server.http import lingering
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served
+from tests.support.virtual_time import run_in_virtual_time
 
 KEY = "s3cret-key"
 BODY = b'{"prompt":"Hi","max_tokens":40%b}'
@@ -174,3 +178,52 @@ def test_after_a_refusal_instead_of_100_continue_no_body_is_expected(scripted: S
             link.sendall(accepted[-5:])
             answer = read_reply(link)
             assert answer.split()[1] == b"200" and b"connection: close" not in answer
+
+
+class Line:
+    """Notes what is written to a client that has ended its side, with the time."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, bytes]] = []
+        self._sockets = socket.socketpair()
+
+    def __enter__(self) -> "Line":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._sockets:
+            end.close()
+
+    def get_extra_info(self, name: str) -> socket.socket:
+        return self._sockets[0]
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.written.append((round(asyncio.get_running_loop().time()), data))
+
+
+@pytest.mark.parametrize(
+    ("begun", "probes"),
+    [
+        pytest.param(False, [(seconds, b"HTTP/1.1 100 Continue\r\n\r\n") for seconds in (0, 5, 10)], id="no-response"),
+        pytest.param(True, [(0, b"0")], id="within-a-chunked-body"),  # parsers limit the digits of a size
+    ],
+)
+def test_a_client_that_has_ended_its_side_is_probed_every_five_seconds(
+    begun: bool, probes: list[tuple[int, bytes]]
+) -> None:
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(HEALTH)
+    connection.next_event()
+    if begun:
+        connection.send(h11.Response(status_code=200, headers=[("transfer-encoding", "chunked")]))
+
+    async def probe() -> None:
+        lingering.ClientProbe(cast(asyncio.Transport, line), connection)
+        await asyncio.sleep(12)
+
+    with Line() as line:
+        run_in_virtual_time(probe, 20)
+        assert line.written == probes
