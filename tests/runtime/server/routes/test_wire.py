@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,8 +12,10 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.requests.schemas import ChatMessage, StreamFigures, StreamOptions
 from mycli.runtime.server.routes import wire
+from mycli.runtime.server.routes.completions import CompletionRequest, TextRendering
 from mycli.runtime.server.routes.wire import (
     OpenAIRendering,
     TokenCounts,
@@ -137,3 +140,67 @@ def test_times_of_a_reply_are_those_of_its_prompt_and_of_its_tokens(
     }
     assert end == b"data: [DONE]\n\n"
     assert list(OpenAIRendering(prepared, {}, StreamOptions(), StreamFigures()).finish()) == [end]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Provide the time in seconds, which a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(wire, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def a_stream(replies: int, **fields: Any) -> TextRendering:
+    """Return the rendering of a stream of replies to a prompt of five tokens."""
+    prepared = Prepared([(Request((1,) * 5), cast(Any, [None] * replies))], [(1,) * 5])
+    service: Any = SimpleNamespace(name="pico", loaded=SimpleNamespace(tokenizer=LETTERS))
+    body = CompletionRequest.model_validate({"prompt": "Leo", "stream": True, **fields})
+    return TextRendering(service, prepared, body, ReplyIds("cmpl-1", 7))
+
+
+def events(lines: Iterable[bytes]) -> list[Any]:
+    return [json.loads(line.decode().removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("fields", "usage", "timings"),
+    [
+        ({}, [], [3]),
+        ({"stream_options": {"include_usage": True}}, [], []),  # an event of its own has both
+        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, [0, 1, 2, 3], []),
+        ({"stream_options": {"continuous_usage_stats": True}}, [], [3]),
+        ({"timings_per_token": True}, [], [0, 1, 2, 3]),
+    ],
+)
+def test_usage_and_times_are_in_the_chunks_that_a_client_chooses(
+    fields: dict[str, Any], usage: list[int], timings: list[int], clock: list[float]
+) -> None:
+    written, chunks = a_stream(2, **fields), list[Any]()
+    pieces = (
+        *(Piece(0, ("a",), tokens=(A,)), Piece(1, ("b",), tokens=(B,))),
+        *(Piece(0, ("c",), tokens=(C,), end="stop"), Piece(1, ("c",), tokens=(C,), end="stop")),
+    )
+    assert all("timings" not in event for event in events(written.keep_alive())), "there is no token yet"
+    for piece in pieces:
+        clock[0] += 2
+        chunks += events(written.add(piece))
+    assert [index for index, chunk in enumerate(chunks) if "usage" in chunk] == usage
+    assert [index for index, chunk in enumerate(chunks) if "timings" in chunk] == timings
+    if timings:
+        shown = chunks[-1]["timings"]
+        assert (shown["prompt_ms"], shown["predicted_ms"], shown["predicted_n"]) == (2000, 6000, 4)
+    if usage:
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_progress_of_a_prompt_is_shown_where_it_has_grown(shown: bool, clock: list[float]) -> None:
+    written, seen = a_stream(2, return_progress=shown), list[Any]()
+    for index, tokens in ((0, 0), (0, 1), (0, 1), (1, 4), (0, 5), (1, 4)):
+        clock[0] += 0.25
+        seen += events(written.add(Piece(index, prompt_tokens=tokens, cached_tokens=1)))
+    assert [(chunk["choices"][0]["index"], chunk["prompt_progress"]) for chunk in seen] == [
+        (index, {"total": 5, "cache": 1, "processed": tokens, "time_ms": milliseconds})
+        for index, tokens, milliseconds in ((0, 1, 500), (1, 4, 1000), (0, 5, 1250))
+        if shown
+    ]
