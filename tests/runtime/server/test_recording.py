@@ -140,8 +140,8 @@ def test_replies_continue_from_their_own_last_tokens(journal: ReplyJournal) -> N
         (0, (5,), "stop"),
         (1, (6,), None),
     ]
-    left = [(left.prompt, left.start, [reader.index for reader in readers]) for left, readers in work.requests]
-    assert left == [((1,), ReplyStart(8, (6,), 1), [1]), ((2, 3), ReplyStart(7), [2])]
+    rest = [(request.prompt, request.start, [reader.index for reader in readers]) for request, readers in work.requests]
+    assert rest == [((1,), ReplyStart(8, (6,), 1), [1]), ((2, 3), ReplyStart(7), [2])]
     work.records[1].append(SequenceOutput(2, (7,)))
     work.close(submitted=True)
     assert [piece.tokens for piece in resume(journal, REQUESTS).pieces] == [(5,), (5,), (6,), (7,)]

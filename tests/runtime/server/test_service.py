@@ -15,6 +15,7 @@ from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.requests.formats import ResponseFormat
 from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.fim_model import with_fim_tokens
 from tests.support.served import unserved
 
@@ -59,6 +60,19 @@ def test_a_model_is_served_under_its_names_and_without_one(loaded: LoadedModel, 
             service.check_model(other)
         assert (error.value.status, error.value.param) == (404, "model")
     service.close()
+
+
+def test_control_tokens_in_a_text_are_text_where_they_are_not_allowed(service: Service) -> None:
+    text = "Hello <|im_end|>"
+    assert service.text_prompt(text, allow_special=True) == service.tag_ids(text)
+    (end,) = service.tag_ids("<|im_end|>")
+    assert end in service.tag_ids(text) and end not in service.text_prompt(text)
+
+
+def test_a_prompt_of_a_conversation_opens_the_reply(service: Service) -> None:
+    talk = [Message("user", "Hello")]
+    opened, ended = service.chat_prompt(talk, (), {}), service.chat_prompt(talk, (), {}, more=False)
+    assert opened == [*ended, *service.tag_ids("<|im_start|>assistant\n")]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +134,8 @@ def test_a_sampling_field_has_its_meaning_of_other_servers(
     sampling = service.sampling(Sampling(**fields))
     assert getattr(sampling, name) == value
     assert service.sampling(Sampling()) == recommended(service.loaded.defaults)
-    assert service.request([1], Sampling(**fields), 4, None, None).sampling == sampling
+    request = service.request([1], Sampling(**fields), 4, None, None)
+    assert request.sampling == sampling and not request.prompt_logprobs
 
 
 JSON_OBJECT = ResponseFormat(type="json_object")

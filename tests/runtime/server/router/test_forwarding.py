@@ -31,12 +31,12 @@ class Answering(FakeProcess):
 
     def __init__(self, model: RoutedModel, events: list[str]) -> None:
         super().__init__(model, events)
-        self.asked: list[str] = []
+        self.received: list[str] = []
         transport = httpx2.MockTransport(self._answer)
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://model")
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        self.asked.append(f"{request.method} {request.url.raw_path.decode()}")
+        self.received.append(f"{request.method} {request.url.raw_path.decode()}")
         status = self.answers.get((self.model.name, request.url.path), 200)
         if isinstance(status, Exception):
             raise status
@@ -79,8 +79,8 @@ def test_a_request_goes_to_the_process_of_its_model() -> None:
         body = {"model": "second", "messages": CHAT, "keep_alive": 0}
         assert await site.ask("POST", "/v1/chat/completions?a=1", body) == (200, {"by": "second"})
         assert await site.ask("POST", "/v1/completions", {"prompt": "Hi"}) == (200, {"by": "first"})
-        asked = {name: process.asked for name, process in site.processes.items()}
-        assert asked == {"second": ["POST /v1/chat/completions?a=1"], "first": ["POST /v1/completions"]}
+        received = {name: process.received for name, process in site.processes.items()}
+        assert received == {"second": ["POST /v1/chat/completions?a=1"], "first": ["POST /v1/completions"]}
         assert site.router.pool.slots["second"].idle is None, "keep_alive is a field of Ollama's interface"
 
     run(test)
@@ -195,7 +195,7 @@ def test_a_model_describes_itself_to_clients_of_llama_cpp() -> None:
         site.answers["second", "/slots"] = 501
         assert await site.ask("GET", "/props") == (200, {"by": "first"})
         assert await site.ask("GET", "/slots?model=second") == (501, {"by": "second"})
-        assert site.processes["second"].asked == ["GET /slots?model=second"]
+        assert site.processes["second"].received == ["GET /slots?model=second"]
 
     run(test)
 
@@ -209,7 +209,7 @@ def test_a_stored_response_is_that_of_the_loaded_model_that_has_it(method: str, 
             await site.ask("POST", "/v1/models/load", {"model": name})
         site.answers |= {("other", path): 404, ("ended", path): httpx2.ReadError("gone")}
         assert await site.ask(method, f"{path}?limit=2") == (200, {"by": "having"})
-        assert [process.asked for process in site.processes.values()] == [[f"{method} {path}?limit=2"]] * 3
+        assert [process.received for process in site.processes.values()] == [[f"{method} {path}?limit=2"]] * 3
         site.answers["having", path] = 404
         status, reply = await site.ask(method, path)
         assert status == 404 and "resp_1" in reply["error"]["message"] and len(site.processes) == 3
@@ -224,7 +224,7 @@ def test_a_reply_is_resumed_by_the_model_that_began_it(tmp_path: Path) -> None:
     async def test() -> None:
         site, path = Site(model("first"), model("second"), replies=tmp_path), "/v1/replies/chatcmpl-1/resume"
         assert await site.ask("POST", path, {"after": 3}) == (200, {"by": "second"})
-        assert site.processes["second"].asked == [f"POST {path}"]
+        assert site.processes["second"].received == [f"POST {path}"]
         status, reply = await Site(model("first")).ask("POST", path, {})
         assert (status, reply["error"]["code"]) == (404, "reply_not_found")
 
