@@ -1,6 +1,7 @@
 """Test how a service turns the fields of a request into the engine's request, without a server."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -67,6 +68,24 @@ def test_control_tokens_in_a_text_are_text_where_they_are_not_allowed(service: S
     assert service.text_prompt(text, allow_special=True) == service.tag_ids(text)
     (end,) = service.tag_ids("<|im_end|>")
     assert end in service.tag_ids(text) and end not in service.text_prompt(text)
+
+
+def test_a_text_is_cut_to_a_number_of_tokens_if_there_is_one(service: Service) -> None:
+    text = "one two three four"
+    assert [service.beginning(text, tokens, "query") for tokens in (None, 0, 99)] == [text] * 3
+    cut = service.beginning(text, 2, "query")
+    assert text.startswith(cut) and 0 < len(cut) < len(text)
+
+
+def test_a_model_without_marks_for_a_gap_does_not_fill_it(
+    service: Service, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ApiError, match="has no fill-in-the-middle tokens") as error:
+        service.fim_prompt("a", "b", "suffix")
+    assert error.value.param == "suffix"
+    other = unserved(with_fim_tokens(loaded, tmp_path))
+    assert len(other.fim_prompt("a", "b", "suffix").ids) > 2
+    other.close()
 
 
 def test_a_prompt_of_a_conversation_opens_the_reply(service: Service) -> None:

@@ -51,7 +51,7 @@ def test_a_command_that_does_not_exist_is_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_process_serves_in_a_session_without_the_terminal_until_it_is_stopped() -> None:
-    """The terminal sends Ctrl-C to its own session only; mycli ends the processes after their replies."""
+    """The terminal sends Ctrl-C to the session of mycli only, which ends the processes after their replies."""
 
     async def test() -> None:
         process = await start(f"{SERVES}; {WAITS}")

@@ -166,7 +166,7 @@ def events(lines: Iterable[bytes]) -> list[Any]:
     ("fields", "usage", "timings"),
     [
         ({}, [], [3]),
-        ({"stream_options": {"include_usage": True}}, [], []),  # an event of its own has both
+        ({"stream_options": {"include_usage": True}}, [], []),  # a last event without choices has both
         ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, [0, 1, 2, 3], []),
         ({"stream_options": {"continuous_usage_stats": True}}, [], [3]),
         ({"timings_per_token": True}, [], [0, 1, 2, 3]),
