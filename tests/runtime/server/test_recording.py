@@ -97,6 +97,7 @@ def test_a_record_names_what_determines_the_tokens(journal: ReplyJournal) -> Non
     assert header["seeds"][:2] == [7, 7]
     assert [started.start for started, _ in work.requests] == [ReplyStart(seed) for seed in header["seeds"]]
     assert list(work.records) == [0, 1, 2, 3]
+    assert work.leave_out.apply(Piece(parts=("abc",))).parts == ("abc",), "a new reply is whole"
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": True}, {"beams": BeamOptions(2)}], ids=["evaluation", "beams"])

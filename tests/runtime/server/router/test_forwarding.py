@@ -15,6 +15,7 @@ import pytest
 from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from mycli.runtime.server.ollama.card import NEVER, utc_text
+from mycli.runtime.server.ollama.manage import MANAGING
 from mycli.runtime.server.router.application import Router, router_application
 from mycli.runtime.server.router.management import ModelManager
 from mycli.runtime.server.router.model import RoutedModel
@@ -245,5 +246,15 @@ def test_models_are_pulled_and_deleted_where_that_is_permitted(managed: bool) ->
         deleted, _ = await site.ask("DELETE", "/api/delete", {"model": "pulled"})
         assert list(site.router.pool.slots) == ["first"]
         assert (pulled == 200, deleted == 200) == (managed, managed)
+
+    run(test)
+
+
+@pytest.mark.parametrize(("method", "path"), MANAGING)
+def test_models_are_changed_by_no_route_of_ollama_without_permission(method: str, path: str) -> None:
+    async def test() -> None:
+        site = Site(model("first"))
+        status, reply = await site.ask(method, path, {"model": "org/repo"})
+        assert status == 403 and f"{path}: this server does not change the models" in str(reply["error"])
 
     run(test)
