@@ -151,6 +151,12 @@ def test_a_limit_without_room_for_an_ending_is_used_up(pico: Tokenizer) -> None:
     assert len(draw(pico, grammar, ReplyLimits(shortest(grammar) - 1))) == shortest(grammar) - 1
 
 
+def test_a_limit_without_room_for_an_ending_leaves_the_beginning_to_the_model(pico: Tokenizer) -> None:
+    grammar = grammar_of({"type": "string", "pattern": "^[a-z]{40}$"}, pico)
+    beginnings = {tuple(draw(pico, grammar, ReplyLimits(tokens=3), seed)) for seed in range(4)}
+    assert len(beginnings) == 4
+
+
 @pytest.mark.parametrize("words", [("A", "B", "C", "D"), ("Tokyo", "Berlin", "Paris")], ids=["letters", "cities"])
 @pytest.mark.parametrize("form", ["choice", "enum"])
 def test_a_limit_does_not_choose_between_words_that_fit_it(pico: Tokenizer, words: tuple[str, ...], form: str) -> None:
