@@ -141,7 +141,10 @@ def test_t_table() -> None:
     assert [round(float(stats.t.ppf(0.975, freedom)), 3) for freedom in range(1, 31)] == list(T_975)
 
 
-@pytest.mark.parametrize("old, new", [([10.0, 11, 12, 10, 11], [12.0, 13, 12.5, 14, 13]), ([5.0, 6], [5.0, 5.5, 9, 1])])
+@pytest.mark.parametrize(
+    "old, new",
+    [([10.0, 11, 12, 10, 11], [12.0, 13, 12.5, 14, 13]), ([5.0, 6], [5.0, 5.5, 9, 1]), ([1.0, 1.1], [5.0, 5.001])],
+)
 def test_interval_is_welchs_or_a_little_wider(old: list[float], new: list[float]) -> None:
     change = compare(old, new)
     mean = sum(old) / len(old)
