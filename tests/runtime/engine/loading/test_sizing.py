@@ -65,6 +65,7 @@ def test_a_shared_cache_shrinks_by_halves_before_its_sequences_do() -> None:
     requested = requested_plan(FOLDER, engine)
     for batch, expected in ((12, 12), (11, 6), (6, 6), (5, 3), (2, 1)):
         assert fitting_plan(requested, engine, estimate(replace(requested, batch=batch)).needed).batch == expected
-    assert fitting_plan(requested, engine, 1).batch == 1
+    for batch in (12, 8):
+        assert fitting_plan(replace(requested, batch=batch), engine, 1).batch == 1
     fixed = replace(engine, running=None)
     assert fitting_plan(requested_plan(FOLDER, fixed), fixed, 1).batch == 12, "as many as asked for, or an error"
