@@ -1,6 +1,8 @@
 """Test the upgrade guard: which speed changes are detected, which noise is ignored, and what a record holds."""
 
+import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,3 +133,16 @@ def test_what_is_measured_is_repeatable_and_sees_another_dtype(monkeypatch: pyte
         assert first.tokens[0] and len(first.tokens) == len(golden_record.PROMPTS)
     with open_model("pico", EngineConfig(device="cpu", context=256, dtype="float32"), offline=True) as opened:
         assert not compare_records(first, record(opened, folder, first.lengths, seconds=0.01)).same_bits
+
+
+def test_the_speed_of_a_model_with_a_short_context_is_measured_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SAMPLE_SECONDS": 0.005, "REPLY_TOKENS": 6, "FEWEST_SAMPLES": 2}.items():
+        monkeypatch.setattr(golden_record, name, value)
+    shutil.copytree(PICO, tmp_path / "short")
+    config = tmp_path / "short" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 128}))
+    with open_model(str(tmp_path / "short"), EngineConfig(device="cpu"), offline=True) as opened:
+        lengths = record(opened, open_model_folder(tmp_path / "short"), seconds=0.01).lengths
+    assert lengths["prompt"] == 126 and lengths["reply"] <= 126

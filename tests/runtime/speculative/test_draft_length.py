@@ -9,11 +9,14 @@ from mycli.runtime.memory.graphs import DRAFT_BUCKETS, decode_shapes, padded_tok
 from mycli.runtime.speculative.draft_length import (
     FIRST_COOLDOWN,
     LENGTHS,
+    LONG_LENGTHS,
     LONGEST_COOLDOWN,
     PLAIN_STEPS,
     REFRESH,
     AdaptiveDraftLength,
+    DraftLengthPolicy,
     FixedDraftLength,
+    draft_lengths,
     expected_tokens,
 )
 
@@ -83,7 +86,8 @@ def test_it_says_once_that_it_does_not_pay_and_tries_again_ever_more_rarely() ->
 
 
 def test_only_the_class_of_proposals_that_does_not_pay_is_stopped() -> None:
-    policy = AdaptiveDraftLength(0.1)
+    notices: list[str] = []
+    policy = AdaptiveDraftLength(0.1, notices.append)
     for _ in range(3):
         policy.observe_plain(STEP)
     while not policy.stopped(1):
@@ -93,6 +97,7 @@ def test_only_the_class_of_proposals_that_does_not_pay_is_stopped() -> None:
         if count := policy.length(8, 1, 1):
             policy.observe_draft(count, 0, 1, STEP * (1.04 + 0.12 * count), 1)
     assert policy.length(8, 1, 0) > 0 and not policy.stopped(0)
+    assert not notices, "the other class still drafts"
 
 
 def test_it_starts_again_when_the_text_changes() -> None:
@@ -149,6 +154,22 @@ def test_a_proposer_without_proposals_is_asked_ever_less_if_asking_costs() -> No
 
 def test_fixed() -> None:
     assert FixedDraftLength(4).length(9, 1) == 4 and FixedDraftLength(4).length(2, 999) == 2
+
+
+def test_the_plain_policy_never_drafts_and_has_nothing_to_pause() -> None:
+    policy = DraftLengthPolicy()
+    policy.observe_plain(STEP, tokens=PLAIN_STEPS)
+    assert policy.length(8, 1) == 0 and not policy.stopped()
+
+
+@pytest.mark.parametrize(
+    ("draft_cost", "gpu", "lengths"),
+    [(0.0, False, LONG_LENGTHS), (0.0, True, LENGTHS), (0.1, False, LENGTHS), (0.1, True, LENGTHS)],
+)
+def test_drafts_are_long_only_where_they_cost_nothing_and_need_no_graphs(
+    draft_cost: float, gpu: bool, lengths: tuple[int, ...]
+) -> None:
+    assert draft_lengths(draft_cost, gpu) == lengths
 
 
 def test_expected_tokens_are_the_geometric_sum() -> None:

@@ -50,6 +50,13 @@ def test_a_text_takes_few_states() -> None:
     assert automaton.matched == 40 and automaton.continuation(60) == text[140:200]
 
 
+@pytest.mark.parametrize(("text", "further"), [([0] * 100, 0), ([*range(100)], 1)], ids=["one-token", "all-different"])
+def test_a_text_that_needs_no_clone_has_none_and_one_transition_a_state(text: list[int], further: int) -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    assert (len(automaton._length), len(automaton._more)) == (101, further), "the first state has several transitions"
+
+
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
 def test_common_prefix(first: list[int], second: list[int]) -> None:
     same = [a == b for a, b in zip(first, second, strict=False)]
