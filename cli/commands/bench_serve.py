@@ -130,8 +130,8 @@ def _measure_all(
         # Supervised: without a key, whatever the settings say. No records: they would push the replies that users can
         # resume out of the folder.
         mode = ("--ctx", str(context), "--max-sequences", str(sequences), "--supervised", "--no-record")
-        with started_server(call, model, *mode, *flags) as announced:
-            yield _measure(call, str(announced["url"]), "own", loads, repetitions, None, model)
+        with started_server(call, model, *mode, *flags) as served:
+            yield _measure(call, str(served["url"]), "own", loads, repetitions, None, model)
 
 
 def _measure(

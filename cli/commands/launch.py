@@ -148,5 +148,6 @@ def _server(call: Call, model: str | None, context: int | None) -> Iterator[tupl
             "no server is running", "name a model to serve: --model MODEL; or start one: mycli serve MODEL"
         )
     call.out.note(f"serving {model}")
-    with started_server(call, model, *([] if context is None else ["--ctx", str(context)])) as announced:
-        yield str(announced["url"]), str(announced.get("model", Path(model).name))
+    flags = [] if context is None else ["--ctx", str(context)]
+    with started_server(call, model, *flags, quiet=True) as served:  # agents draw on the whole screen
+        yield str(served["url"]), str(served.get("model", Path(model).name))

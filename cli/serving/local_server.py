@@ -22,6 +22,7 @@ from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.run_file import RunningServer, announced
 
 _MAX_BYTES = 1 << 20
+_WARNING = "warning: "
 _STOP_SECONDS = 60  # after SIGTERM, for replies under way; the server itself waits for half as long
 
 
@@ -36,45 +37,63 @@ def listed(call: Call, server: RunningServer) -> Iterator[None]:
 
 
 @contextmanager
-def started_server(call: Call, model: str, *flags: str) -> Iterator[dict[str, Any]]:
+def started_server(call: Call, model: str, *flags: str, quiet: bool = False) -> Iterator[dict[str, Any]]:
     """Serve `model` in another process inside this context; yield what it announces: its `url` and its `model`.
 
-    Its notes and warnings are shown until it serves. The process ends when its standard input closes, so none is left
-    if this one is killed. Raises the error that it ended with.
+    Its notes and warnings are shown, with `quiet` only until it serves. The process ends when its standard input
+    closes, so none is left if this one is killed. Raises the error that it ended with.
     """
     line = command_line("serve", model, "--port", "0", "--json", "--end-with-stdin", *flags)
-    pipe, serves = subprocess.PIPE, threading.Event()
-    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as child:
-        assert child.stdout is not None and child.stderr is not None
-        notes = threading.Thread(target=_relay, args=(child.stderr, call, serves))
-        notes.start()
+    pipe = subprocess.PIPE
+    # Both outputs in one pipe: what the server says before it serves comes before the announcement.
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True) as child:
+        assert child.stdout is not None
+        rest = threading.Thread(target=_relay, args=(child.stdout, None if quiet else call))
         try:
-            announced: Any = None
-            with suppress(ValueError):
-                announced = json.loads(child.stdout.readline())
-            if not isinstance(announced, dict) or "url" not in announced:
-                raise _error_of(model, announced)
-            serves.set()
-            yield announced
+            answer = _announcement(child.stdout, call)
+            if "url" not in answer:
+                raise _error_of(model, answer.get("error"))
+            rest.start()
+            yield answer
         finally:
             child.terminate()
             try:
                 child.wait(_STOP_SECONDS)  # its pipe closes after that: a second signal, which cuts replies off
             except subprocess.TimeoutExpired:
                 child.kill()
-            notes.join()
+            if rest.is_alive():
+                rest.join()
 
 
-def _relay(lines: IO[bytes], call: Call, serves: threading.Event) -> None:
+def _announcement(lines: IO[bytes], call: Call) -> dict[str, Any]:
+    # The JSON with the address or the error, {} if the process ends without; shows the lines before it.
+    for line in lines:
+        with suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and ("url" in answer or "error" in answer):
+                return answer
+        _show(line, call)
+    return {}
+
+
+def _relay(lines: IO[bytes], call: Call | None) -> None:
     # Reads to the end: a full pipe would block the server.
     for line in lines:
-        if not serves.is_set():
-            call.out.note(line.decode("utf-8", "replace").rstrip())
+        if call is not None:
+            with suppress(BrokenPipeError):
+                _show(line, call)
 
 
-def _error_of(model: str, answer: Any) -> UserError:
-    # The error in the answer of a process that did not serve.
-    error = answer.get("error") if isinstance(answer, dict) else None
+def _show(line: bytes, call: Call) -> None:
+    text = line.decode("utf-8", "replace").rstrip()
+    if text.startswith(_WARNING):
+        call.out.warn(text.removeprefix(_WARNING))
+    else:
+        call.out.note(text)
+
+
+def _error_of(model: str, error: Any) -> UserError:
+    # The error that a process announced instead of an address.
     if not isinstance(error, dict):
         return ResourceError(f"{model}: its server ended", f"look closer: mycli serve {shlex.quote(model)}")
     kinds: tuple[type[UserError], ...] = (UsageError, ModelError, NotFoundError)

@@ -9,9 +9,12 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from mycli.cli.command import Call
 from mycli.cli.commands.launch import AGENTS, agent_setup
 from mycli.cli.serving.local_server import started_server
 from mycli.runtime.server.http.run_file import RunningServer, announced, running_servers
@@ -85,6 +88,26 @@ def test_a_server_that_ends_is_an_error_below_its_notes(
     monkeypatch.setattr(sys.modules[started_server.__module__], "command_line", lambda *words: line)
     done = mycli("launch", "claude", "--model", "pico", env=programs)
     assert done.returncode == code and said in done.stderr and done.stderr.startswith("serving pico\na note\n")
+
+
+SERVES = """
+trap 'echo later >&2; echo "warning: last" >&2; exit' TERM
+echo first >&2; echo "warning: second" >&2
+echo '{"url": "http://127.0.0.1:9"}'
+read _
+"""
+
+
+@pytest.mark.parametrize(("quiet", "more"), [(True, []), (False, ["later", "warning: last"])])
+def test_what_a_server_says_is_shown_until_it_serves_or_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, quiet: bool, more: list[str]
+) -> None:
+    monkeypatch.setattr(sys.modules[started_server.__module__], "command_line", lambda *words: ["sh", "-c", SERVES])
+    said: list[str] = []
+    out = SimpleNamespace(note=said.append, warn=lambda text: said.append(f"warning: {text}"))
+    with started_server(cast(Call, SimpleNamespace(out=out)), "pico", quiet=quiet) as served:
+        assert served["url"] == "http://127.0.0.1:9" and said == ["first", "warning: second"]
+    assert said[2:] == more
 
 
 def test_agents_run_on_the_server_that_runs(

@@ -13,8 +13,8 @@ namespace {
 
 // Rows of 16-bit integers and of bytes, and row blocks, that are multiplied at a time: with 32 vector registers 20 or 24 are sums. Row
 // blocks side by side share the loads of activations. Up to LONG_PART rows of bytes are multiplied at a time by codes of LONG_BITS or
-// more, of one row block: memory is their limit. With AVX2 that holds from 4 bits, since panels of 7 or 8 rows were up to a fifth slower.
-// With AVX2 only experts have several rows of 16-bit integers here (FEW is 1): larger parts of these took much of the time of compiling.
+// more, of one row block: memory is their limit. With AVX2 these are codes of 4 bits or more: panels of 7 or 8 rows were up to a fifth
+// slower. Only experts have several rows of 16-bit integers there (FEW is 1): larger parts of these took much of the time of compiling.
 #if WIDTH == 64
 constexpr int PART = 5, BYTE_PART = ZEN5 ? 6 : PART, LONG_PART = ZEN5 ? 9 : BYTE_PART, SIDE = 2;
 #elif WIDTH == 32
@@ -150,20 +150,21 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
 // LONG_BITS or more. More than PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's
 // processors unpack them next to the dot products; Intel's have the same ports for both.
 #if WIDTH == 64 && defined(BF16_DOT)
-constexpr int64_t FEW = 128, BYTE_FEW = ZEN5 ? 24 : 128, BYTE_CODES_FEW = BYTE_FEW, LONG_FEW = BYTE_FEW;
+constexpr int64_t FEW = 128, BYTE_FEW = ZEN5 ? 24 : 128, BYTE_CODES_FEW = BYTE_FEW;
 #elif WIDTH == 64
-constexpr int64_t FEW = 8, BYTE_FEW = 16, BYTE_CODES_FEW = 16, LONG_FEW = BYTE_FEW;
+constexpr int64_t FEW = 8, BYTE_FEW = 16, BYTE_CODES_FEW = 16;
 #elif WIDTH == 32 && VECTOR == 64
-constexpr int64_t FEW = 1, BYTE_FEW = 24, BYTE_CODES_FEW = 12, LONG_FEW = BYTE_FEW;
+constexpr int64_t FEW = 1, BYTE_FEW = 24, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32 && defined(__AVXVNNI__)
-constexpr int64_t FEW = 4, BYTE_FEW = BYTE_PART, BYTE_CODES_FEW = 12, LONG_FEW = BYTE_FEW;
+constexpr int64_t FEW = 4, BYTE_FEW = BYTE_PART, BYTE_CODES_FEW = 12;
 #elif WIDTH == 32
-constexpr int64_t FEW = 1, BYTE_FEW = BYTE_PART, BYTE_CODES_FEW = 12, LONG_FEW = LONG_PART;
+constexpr int64_t FEW = 1, BYTE_FEW = BYTE_PART, BYTE_CODES_FEW = 12;
 #elif WIDTH
-constexpr int64_t FEW = PART, BYTE_FEW = PART, BYTE_CODES_FEW = PART, LONG_FEW = PART;
+constexpr int64_t FEW = PART, BYTE_FEW = PART, BYTE_CODES_FEW = PART;
 #else
-constexpr int64_t FEW = 0, BYTE_FEW = 0, BYTE_CODES_FEW = 0, LONG_FEW = 0;
+constexpr int64_t FEW = 0, BYTE_FEW = 0, BYTE_CODES_FEW = 0;
 #endif
+constexpr int64_t LONG_FEW = LONG_BITS == 4 ? LONG_PART : BYTE_FEW;
 inline int64_t few_limit(const Weight& w) {
     if (w.activations == 8) return w.bits == 8 ? BYTE_CODES_FEW : w.bits >= LONG_BITS ? LONG_FEW : BYTE_FEW;
     return ZEN5 && (w.bits > 4 || w.scale_type == I8) ? 24 : FEW;
