@@ -23,7 +23,9 @@ demo: $(VENV)/.ready
 
 # A worker begins with one half of the files in their order, so that their fixtures are made once, and later takes of
 # what others have left. Compiled files are kept whatever the shell says: they are half of every worker's start.
-TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --dist worksteal
+# A fifth of the time tests wait for servers and clocks, so there are more workers than cores.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2)
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # Types are checked beside the tests: mypy uses one core, and nothing of the tests.
 test: style

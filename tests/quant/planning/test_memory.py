@@ -245,7 +245,7 @@ def slow(name: str, shape: dict[str, Any], report: str = "none", **recipe: Any) 
     ("shape", "recipe", "report"),
     [
         # Enough samples that memory retained by libraries, which differs between processors and runs, is a small part.
-        pytest.param(SLIM, {"group": 64, "samples": 768, "seq": 256}, "none", id="solving"),
+        slow("solving", SLIM, "none", group=64, samples=768, seq=256),
         slow("solving-more", NARROW, samples=256, seq=256),
         slow("solving-wide", WIDE, samples=128, seq=256),
         slow("measuring", {**SLIM, "intermediate_size": 192, "vocab_size": 65536}, "quick", method="rtn"),

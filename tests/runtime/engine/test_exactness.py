@@ -86,10 +86,10 @@ def batched(runner: ModelRunner, blocks: int, running: int) -> Engine:
 
 CASES = [
     pytest.param(torch.float32, "auto", id="fp32"),
-    pytest.param(torch.bfloat16, "auto", id="bf16"),
-    # Its two halves are in the cases around it.
+    # Their halves are in the cases around them.
+    pytest.param(torch.bfloat16, "auto", id="bf16", marks=pytest.mark.slow),
     pytest.param(torch.float32, "int8", id="fp32-int8kv", marks=pytest.mark.slow),
-    pytest.param(torch.bfloat16, "int8", id="bf16-int8kv"),
+    pytest.param(torch.bfloat16, "int8", id="bf16-int8kv", marks=pytest.mark.slow),
     pytest.param(torch.bfloat16, "int4", id="bf16-int4kv"),
 ]
 

@@ -58,7 +58,7 @@ GRID = [
 Replies = list[tuple[list[int], list[int]]]  # tokens, and hashes of the logits that each was drawn from
 # Kimi Delta Attention, latent attention with gates, and experts in groups.
 # And layers with a sliding window, which have cache blocks of their own.
-QUICK = [("bailing_hybrid-8top3", torch.bfloat16, "int8"), ("gemma3-window7-tied", torch.bfloat16, "int4")]
+QUICK = [("bailing_hybrid-8top3", torch.bfloat16, "int8")]
 
 
 def drawing(runner: Recorded, shape: CacheShape, running: int, chunk: int, speculator: Scripted | None) -> Drawing:

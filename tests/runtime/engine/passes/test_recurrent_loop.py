@@ -137,7 +137,7 @@ def served(folder: str, case: str) -> tuple[float, int]:
     return loop.steps / loop.launches, both[0].stats.preemptions
 
 
-@pytest.mark.parametrize("case", chosen(FAMILIES, quick=[FAMILIES[0], FAMILIES[3]]))
+@pytest.mark.parametrize("case", chosen(FAMILIES, quick=FAMILIES[:1]))
 def test_replies_of_a_busy_server_are_the_plain_ones(case: str, tmp_path: Path, interpret: Interpret) -> None:
     need_native_code()
     share, preemptions = interpret(served, str(tmp_path), case)  # type: ignore[misc]  # the pool carries any result
