@@ -157,6 +157,9 @@ def test_a_hub_may_redirect_to_its_other_address(server: HubServer) -> None:
     ("name", "value", "message"),
     [
         ("HF_ENDPOINT", "http://[::1", "HF_ENDPOINT=http://[::1: not a URL"),
+        ("HF_ENDPOINT", "hub.example.org", "HF_ENDPOINT=hub.example.org: not a URL"),
+        ("HF_ENDPOINT", "ftp://hub.example.org", "HF_ENDPOINT=ftp://hub.example.org: not a URL"),
+        ("HF_ENDPOINT", "https://:443", "HF_ENDPOINT=https://:443: not a URL"),
         ("HF_ENDPOINT", "http://127.0.0.1:65536", "HF_ENDPOINT=http://127.0.0.1:65536: not a URL"),
         ("HF_ENDPOINT", "https://ü..b", "HF_ENDPOINT=https://ü..b: not a URL"),
         ("HF_ENDPOINT", "https://a..b", "HF_ENDPOINT=https://a..b: not a URL"),

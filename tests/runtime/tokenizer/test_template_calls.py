@@ -7,8 +7,13 @@ import pytest
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, with_calls
-from mycli.runtime.tokenizer.parsing.tool_formats import TOOL_FORMATS, find_tool_format
-from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
+from mycli.runtime.tokenizer.parsing.tool_formats import (
+    HERMES,
+    TOOL_FORMATS,
+    describe_tools_in_system_message,
+    find_tool_format,
+)
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 
 # The loops of two published templates that leave out calls.
 GRANITE = (
@@ -61,3 +66,22 @@ def test_a_template_that_joins_texts_gets_arguments_as_text() -> None:
     ]
     with pytest.raises(ModelError, match="TypeError"):
         ChatTemplate({"default": "{{ '>' + messages }}"}, {}).render([turns], None, [{}], False)
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message() -> None:
+    """Calls of earlier turns are written as the description says, their results as what a user says."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    question, results = Message("user", "Hi"), [Message("tool", "3"), Message("tool", "4")]
+    called = Message("assistant", "I look.", (call, call))
+    first, *others = describe_tools_in_system_message([question, called, *results], tools)
+    assert first.role == "system" and '\n{"name": "f", "description": "é"}\n' in first.content
+    assert others[0] == question and others[1].role == "assistant"
+    parser = ToolParser(HERMES, tools)
+    text, *parts = parser.feed(others[1].content) + parser.flush()
+    calls = join_calls(part for part in parts if isinstance(part, ToolCall))
+    assert text == "I look." and calls == [ToolCall("f", '{"a": "é"}', index) for index in range(2)]
+    assert others[2:] == [Message("user", f"<tool_response>\n{text}\n</tool_response>") for text in "34"]
+    brief, *rest = describe_tools_in_system_message([Message("system", "Be brief."), question], tools)
+    assert brief == Message("system", f"Be brief.\n\n{first.content}") and rest == [question]
+    assert describe_tools_in_system_message([], tools) == [first]

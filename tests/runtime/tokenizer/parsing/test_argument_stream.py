@@ -105,8 +105,9 @@ def test_a_closing_mark_inside_a_string_does_not_end_the_call() -> None:
     ids=["control-character", "no-key", "cut", "half-a-pair"],
 )
 def test_arguments_that_turn_out_not_to_be_json_stay_as_they_are(written: str, expected: str, step: int) -> None:
-    items = parts(HERMES, f'<tool_call>{{"name": "write", "arguments": {written}', step)
-    assert calls(items) == [("write", expected)]
+    parser, text = ToolParser(HERMES, TOOLS), f'<tool_call>{{"name": "write", "arguments": {written}'
+    items = [item for at in range(0, len(text), step) for item in parser.feed(text[at : at + step])] + parser.flush()
+    assert calls(items) == [("write", expected)] and parser.incomplete
     assert [item for item in items if isinstance(item, str)] == (["!"] if written.endswith("!") else [])
 
 

@@ -71,9 +71,9 @@ REPLIES = {
         GPT_OSS,
         "<|start|>assistant",
         "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-        "<|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+        "<|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>",
         "Hm. So.",
-        "I look.\n\n4",
+        "I look.\n\n42",
     ),
     "gpt-oss-json": (GPT_OSS, "<|start|>assistant", "<|channel|>final <|constrain|>json<|message|>{}", "", "{}"),
     "gpt-oss-call": (
@@ -125,3 +125,42 @@ def test_marks_of_each_model(name: str) -> None:
 def test_no_format_hides_another(form: ReasoningFormat) -> None:
     assert find_reasoning_format(" ".join(form.template_markers)) is form
     assert find_reasoning_format("<think>") is find_reasoning_format("") is THINK
+
+
+@pytest.mark.parametrize("form", [THINK, *REASONING_FORMATS], ids=lambda form: form.open)
+def test_content_without_reasoning_is_passed_on_at_once(form: ReasoningFormat) -> None:
+    parser = ReasoningParser("", form)
+    assert [parser.feed("Hi"), parser.feed(" you"), parser.flush()] == [[Part("Hi", False)], [Part(" you", False)], []]
+    parser = ReasoningParser(form.open, form)
+    assert parser.inside and parser.feed("Hm") == [Part("Hm", True)]
+
+
+@pytest.mark.parametrize("step", [1, 5, 100])
+def test_a_call_ends_the_reasoning(step: int) -> None:
+    """Models may call a tool without closing their reasoning; the content begins with the mark of the call."""
+    parser, reply = ReasoningParser("<think>\n", calls=("<call>", "[CALL]")), "Hm. [CALL]f <call></think>"
+    parts = [part for at in range(0, len(reply), step) for part in parser.feed(reply[at : at + step])]
+    parts += parser.flush()
+    assert (joined(parts, True), joined(parts, False)) == ("Hm. ", "[CALL]f <call></think>")
+    assert not parser.inside and not any(part.mark for part in parts)
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_white_space_is_no_content_of_its_own(step: int) -> None:
+    """No blank line is added before it, and none after it where nothing else came before."""
+    message = "<|start|>assistant<|channel|>final<|message|>"
+    for reply, content in (("\n<|end|>{}42", "\n42"), ("4<|end|>\n{}2", "4\n\n\n2")):
+        parser, text = ReasoningParser("", GPT_OSS), reply.format(message)
+        parts = [part for at in range(0, len(text), step) for part in parser.feed(text[at : at + step])]
+        assert joined([part for part in parts + parser.flush() if not part.mark], False) == content
+
+
+def test_a_format_names_its_marks_and_what_ends_its_reasoning() -> None:
+    assert GRANITE.marks == ("<think>", "</think>", "<response>", "</response>")
+    assert COHERE.marks == ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    assert THINK.ending == "</think>" and COHERE.ending == "<|END_THINKING|><|START_RESPONSE|>"
+    assert GPT_OSS.ending == "<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+def test_a_model_without_marks_in_its_template_does_not_reason() -> None:
+    assert THINK.reasons("a <think> b") and not THINK.reasons("a") and MISTRAL.reasons("[THINK]")

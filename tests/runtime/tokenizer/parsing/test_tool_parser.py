@@ -296,6 +296,11 @@ def test_no_format_hides_another(form: ToolFormat) -> None:
             [("f", {"a": 1}), ("f", {"a": 2})],
         ),
         ("llama", '{"name": "f", "parameters": {"a": 1}}; and {more}', [("f", {"a": 1}), "; and {more}"]),
+        (
+            "llama",
+            '{"name": "f", "parameters": {}}; {"name": "unknown", "parameters": {}}',
+            ['{"name": "f", "parameters": {}}; {"name": "unknown", "parameters": {}}'],
+        ),
         ("lfm2", "<|tool_call_start|>[f(a=b)]<|tool_call_end|>", ["<|tool_call_start|>[f(a=b)]<|tool_call_end|>"]),
     ],
 )
@@ -306,6 +311,7 @@ def test_variants_that_models_write(name: str, text: str, expected: list[Any], s
 MALFORMED = {
     "not-json": "<tool_call>\n{oops\n</tool_call> after",
     "no-name": '<tool_call>{"arguments": {}}</tool_call>',
+    "empty-name": '<tool_call>{"name": "", "arguments": {}}</tool_call>',
     "name-no-text": '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
     "arguments-list": '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
     "never-closed": '<tool_call>{"name": "f", "argu',
