@@ -329,7 +329,14 @@ def test_what_is_no_call_stays_text(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"name": "unknown", "parameters": {}}', '{"a": 1}', "{ not json", "[1, 2]", 'Look: {"name": "f"}']
+    "text",
+    [
+        '{"name": "unknown", "parameters": {}}',
+        '{"a": 1}',
+        "{ not json",
+        "[1, 2]",
+        'Look: {"name": "f", "parameters": {}}',
+    ],
 )
 def test_a_bare_object_is_a_call_only_of_a_tool(text: str) -> None:
     assert parse(BY_NAME["llama"], text, 3) == [text]
