@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, TOOL_FORMATS
@@ -35,6 +35,8 @@ JSON = st.recursive(
 
 
 @settings(max_examples=150)
+@example({"any": [{"a": "]}\\", "b": ['"', {}]}, 1], '\\"q': 'x\n"é🙂', "n": "5"}, 1, True, 2, "hermes")
+@example({"any": {"a": [[], {"b": '\\"['}]}, '"\\': "\\", "n": "\\5"}, 2, False, None, "llama")
 @given(
     st.dictionaries(st.sampled_from(list(PROPERTIES)) | st.text(max_size=5), JSON, max_size=4),
     st.integers(1, 12),
@@ -99,10 +101,11 @@ def test_a_closing_mark_inside_a_string_does_not_end_the_call() -> None:
     [
         ('{"path": "a\nb"}}\n</tool_call>!', '{"path": "a\nb"}}\n'),
         ('{"path": "a", oops}}\n</tool_call>!', '{"path": "a", oops}}\n'),
+        ('{"path": "a", }}\n</tool_call>!', '{"path": "a", }}\n'),
         ('{"path": "a", "n": 12', '{"path": "a", "n": 12'),
         ('{"path": "a\\ud800"}}</tool_call>!', '{"path": "a\\ud800"}}'),
     ],
-    ids=["control-character", "no-key", "cut", "half-a-pair"],
+    ids=["control-character", "no-key", "comma", "cut", "half-a-pair"],
 )
 def test_arguments_that_turn_out_not_to_be_json_stay_as_they_are(written: str, expected: str, step: int) -> None:
     parser, text = ToolParser(HERMES, TOOLS), f'<tool_call>{{"name": "write", "arguments": {written}'

@@ -64,6 +64,19 @@ def test_a_call_is_open_from_its_first_argument_to_its_closing_mark(name: str, h
     assert states == [(False, False), (False, False), (True, True), (True, True), (True, False)]
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+@pytest.mark.parametrize("step", [1, 10_000])
+def test_a_forced_call_that_the_reply_ends_in_is_not_text(name: str, step: int) -> None:
+    prefix, suffix, *_ = BY_NAME[name].json_syntax or ()
+    whole = '{"name": "f", "parameters": {"a": 1}}' if name == "llama" else '{"name": "f", "arguments": {"a": 1}}'
+    text = f"{prefix}{whole}{suffix}"
+    for end in range(len(text)):
+        parser = ToolParser(BY_NAME[name], TOOLS, forced=True)
+        items = [item for at in range(0, end, step) for item in parser.feed(text[at : min(at + step, end)])]
+        items += parser.flush()
+        assert not [item for item in items if isinstance(item, str)], text[:end]
+
+
 @pytest.mark.parametrize("name", ["mistral", "granite", "llama"])
 def test_a_forced_call_that_ends_with_the_reply_is_a_call(name: str) -> None:
     parser = ToolParser(BY_NAME[name], TOOLS, forced=True)
@@ -73,6 +86,27 @@ def test_a_forced_call_that_ends_with_the_reply_is_a_call(name: str) -> None:
         "llama": '{"name": "f", "parameters": {}}',
     }[name]
     assert parser.feed(text) + parser.flush() == [ToolCall("f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("mistral-named", '[TOOL_CALLS]f[ARGS]{"b": "x"}'),
+        ("llama", '{"name": "f", "parameters": {"b": "x"}}'),
+    ],
+)
+def test_a_text_after_a_call_without_a_closing_mark_is_passed_on_at_once(name: str, call: str) -> None:
+    parser = ToolParser(BY_NAME[name], TOOLS)
+    *items, text = parser.feed(f"{call} Hi")
+    assert calls(items) == [(0, "f", '{"b": "x"}')] and text == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("glm", "<tool_call>f\n<arg_key>a</tool_call>"), ("seed", "<function=f>\n<parameter=a</function>")],
+)
+def test_elements_that_are_not_in_the_format_are_text_at_their_closing_mark(name: str, text: str) -> None:
+    assert ToolParser(BY_NAME[name], TOOLS).feed(text) == [text]
 
 
 @pytest.mark.parametrize("step", [1, 10_000])

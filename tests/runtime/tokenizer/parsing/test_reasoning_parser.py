@@ -1,5 +1,7 @@
 """Test that reasoning is separated from content for any chunking of the reply, without losing text."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +14,11 @@ from mycli.runtime.tokenizer.parsing.reasoning_parser import (
     ReasoningParser,
     find_reasoning_format,
     prompt_end,
+    reasoning_format,
 )
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import PICO
+from tests.support.small_tokenizers import SIMPLE, make
 
 
 def split(text: str, cuts: list[int], prompt_end: str = "") -> list[Part]:
@@ -106,6 +110,8 @@ REPLIES = {
     ),
     "granite": (GRANITE, "", "<think>Hm.</think>\n<response>4 </response> 5</response>\n", "Hm.", "4 </response> 5"),
     "granite-plain": (GRANITE, "", "4 </response>", "", "4 </response>"),
+    "granite-unframed": (GRANITE, "", "<think>Hm.</think>4 </response>", "Hm.", "4 </response>"),
+    "granite-framed": (GRANITE, "", "<response>4</response>", "", "4"),
     "granite-cut": (GRANITE, "", "<think>Hm.</think><response>4 </resp", "Hm.", "4 </resp"),
     "hunyuan": (HUNYUAN, "", "<think>\nHm.\n</think>\n<answer>\n4\n</answer>", "\nHm.\n", "\n4\n"),
 }
@@ -164,3 +170,8 @@ def test_a_format_names_its_marks_and_what_ends_its_reasoning() -> None:
 
 def test_a_model_without_marks_in_its_template_does_not_reason() -> None:
     assert THINK.reasons("a <think> b") and not THINK.reasons("a") and MISTRAL.reasons("[THINK]")
+
+
+def test_the_format_of_a_tokenizer_is_that_of_its_template(tmp_path: Path) -> None:
+    assert reasoning_format(make(tmp_path)) is THINK
+    assert reasoning_format(make(tmp_path, SIMPLE + "{# [THINK] #}")) is MISTRAL

@@ -233,6 +233,21 @@ def test_a_mark_that_may_be_longer_is_not_decided(step: int) -> None:
     assert parse(form, 'Hi <call=name {"a": 1}</call>', step) == ["Hi", ("name", {"a": 1})]
 
 
+@pytest.mark.parametrize(
+    ("transform", "body"),
+    [
+        (None, '{"name": "f", "arguments": {"a": 1}}'),
+        ({"name": "{name}", "arguments": "{content.arguments}"}, '{"arguments": {"a": 1}}'),
+        ({"name": "{content.name}", "arguments": "{content}"}, '{"name": "f", "a": 1}'),
+    ],
+    ids=["none", "captured-name", "whole-content"],
+)
+def test_a_call_may_have_its_name_inside_or_outside_of_its_arguments(transform: Any, body: str) -> None:
+    form = declared(transform=transform, content_args={})
+    ((name, arguments),) = parse(form, f"<call name=f>{body}</call>", 1000)
+    assert name == "f" and arguments["a"] == 1
+
+
 @pytest.mark.parametrize("body", ["3", "null", '"name"', '["name"]', "{}", '{"name": "f"}', '{"name": {"name": "f"}}'])
 def test_an_entry_that_a_transform_needs_but_a_reply_lacks_makes_no_call(body: str) -> None:
     form = declared(transform={"name": "{content.name}", "arguments": "{content.arguments.a}"}, content_args={})
