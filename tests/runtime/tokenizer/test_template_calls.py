@@ -1,6 +1,7 @@
 """Test that chat templates which leave out or join tool calls get them as the model writes them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from mycli.runtime.tokenizer.parsing.tool_formats import (
     TOOL_FORMATS,
     describe_tools_in_system_message,
     find_tool_format,
+    own_tool_format,
 )
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
+from tests.support.small_tokenizers import SIMPLE, make
 
 # The loops of two published templates that leave out calls.
 GRANITE = (
@@ -85,3 +88,8 @@ def test_a_template_without_tools_gets_them_in_the_system_message() -> None:
     brief, *rest = describe_tools_in_system_message([Message("system", "Be brief."), question], tools)
     assert brief == Message("system", f"Be brief.\n\n{first.content}") and rest == [question]
     assert describe_tools_in_system_message([], tools) == [first]
+
+
+def test_the_format_of_a_tokenizer_is_that_of_its_template(tmp_path: Path) -> None:
+    assert own_tool_format(make(tmp_path)) is None
+    assert own_tool_format(make(tmp_path, SIMPLE + "{% if tools %}<tool_call>{% endif %}")) is HERMES

@@ -134,3 +134,15 @@ def test_an_argument_after_a_string_that_is_not_json_is_passed_on_as_it_is(step:
 def test_only_a_tool_of_the_request_is_passed_on_early() -> None:
     parser = ToolParser(FORMATS["glm"], TOOLS)
     assert parser.feed("<tool_call>other\n<arg_key>path</arg_key>\n<arg_value>a long text") == []
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_call_of_another_tool_is_read_in_one_piece(name: str, step: int) -> None:
+    """Its arguments are texts, and what is not in the format is text."""
+    (opening, closing), (before, after) = OPENINGS[name], ELEMENTS[name]
+    opening, first = opening.replace("write", "other"), before.format(key="path")
+    body = f"{first}a\nb{after}{before.format(key='n')}3{after}"
+    assert calls(fed(name, f"{opening}{body}{closing}", step)) == [("other", '{"path": "a\\nb", "n": "3"}')]
+    broken = f"{opening}{first.partition('path')[0]}{closing}"
+    assert "".join(fed(name, broken, step)) == broken

@@ -40,7 +40,21 @@ def test_calls(text: str, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["f(a=b)", "f(1)", "f(a=1", "[f(a=1]", "[f()] x", "f(a='x)", "f(a=1 b=2)", "1 + 1", "[" * 100_000, "\\", "{'a'}"],
+    [
+        "f(a=b)",
+        "f(1)",
+        "f(a=1",
+        "[f(a=1]",
+        "[f()] x",
+        "f(a='x)",
+        "f(a=1 b=2)",
+        "f(a=(1])",
+        "f())",
+        "1 + 1",
+        "[" * 100_000,
+        "\\",
+        "{'a'}",
+    ],
     ids=lambda text: text[:12],
 )
 def test_other_texts_are_refused(text: str) -> None:
