@@ -13,8 +13,8 @@ from mycli.runtime.tokenizer.gguf_tokenizer import tokenizer_json
 from mycli.runtime.utils.json_fields import Fields
 from tests.runtime.tokenizer.test_charsmap import UNITS, charsmap
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁the", "▁cat", "s", "▁a", "a"]
-PIECES = ["<unk>", "<s>", "</s>", "▁", "▁the", "▁cat", "s", "c", "é", "b"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁the", "▁cat", "s", "▁a", "a", "▁[", "[", "▁]", "]", "▁."]
+PIECES = ["<unk>", "<s>", "</s>", "▁", "▁the", "▁cat", "s", "c", "é", "b", "▁▁"]
 
 
 def metadata(architecture: str, tokens: list[str], types: list[int], **more: Any) -> Fields:
@@ -45,6 +45,8 @@ def test_words_are_cut_and_the_tokens_of_a_pair_have_types_as_in_bert() -> None:
     single = tokenizer.encode("cats")
     assert (single.tokens, single.type_ids) == (["[CLS]", "cat", "##s", "[SEP]"], [0] * 4)
     assert tokenizer.decode(pair.ids) == "the cats the"
+    cut = tokenizer.encode("th\x01e中cat[a].", add_special_tokens=False)
+    assert cut.tokens == ["the", "[UNK]", "cat", "[", "a", "]", "."] and tokenizer.decode(cut.ids) == "the cat [ a ]."
 
 
 @pytest.mark.parametrize(("extra", "pieces"), [([], ["the", "cat"]), (["▁The"], ["The", "[UNK]"])])
