@@ -164,7 +164,7 @@ class Hub:
 
     @contextmanager
     def open(
-        self, repo: str, commit: str, name: str, start: int = 0, last: int | None = None
+        self, repo: str, commit: str, name: str, start: int, last: int | None = None
     ) -> Iterator["httpx2.Response"]:
         """Yield the response to a request for bytes `start` to `last` of a file: status 200, 206 or 416, body unread.
 
