@@ -107,8 +107,9 @@ def _added_ends(raw: Fields) -> set[str]:
         if step.get("type") != "TemplateProcessing":
             raise unsupported(f"the post-processor {step.get('type')!r:.40}")
         pieces = ["SpecialToken" if "SpecialToken" in piece else "text" for piece in step["single"]]
-        if pieces.count("text") != 1 or len(pieces) > 3 or pieces.index("text") > 1:
+        before = pieces.index("text") if pieces.count("text") == 1 else 2
+        after = len(pieces) - before - 1
+        if before > 1 or after > 1:
             raise unsupported("the post-processor adds more than one token before and one after a text")
-        at = pieces.index("text")
-        ends |= ({"bos"} if at else set()) | ({"eos"} if at + 1 < len(pieces) else set())
+        ends |= ({"bos"} if before else set()) | ({"eos"} if after else set())
     return ends
