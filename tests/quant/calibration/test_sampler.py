@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mycli.quant.calibration import sampler as calibration
@@ -52,6 +52,20 @@ def test_users_and_assistants_take_turns() -> None:
     dialogues = islice(calibration._dialogues(torch.Generator()), 60)  # all that are bundled, with passages of prose
     roles = {tuple(message.role for message in dialogue.messages) for dialogue in dialogues}
     assert roles == {("user", "assistant"), ("user", "assistant", "user", "assistant")}
+
+
+def test_every_second_conversation_is_followed_by_a_passage_of_prose() -> None:
+    written = len(json.loads(calibration._bundled("conversations.json")))
+    every = islice(calibration._dialogues(torch.Generator()), written + (written + 1) // 2)
+    passages = [part for part in every if part.messages[0].content.startswith("Continue this text:")]
+    assert len(passages) == (written + 1) // 2
+
+
+@pytest.mark.usefixtures("short_calibration_text")
+def test_a_text_of_the_user_replaces_the_bundled_ones(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(str(number) for number in range(400)))
+    mixes = [calibration.calibrate(text, tokenizer, VOCABULARY, 4, 64, 0).mix for text in (tmp_path / "text.txt", None)]
+    assert mixes[0] == {"file": 4} and "prose" in mixes[1]
 
 
 def test_a_seed_is_a_calibration(tokenizer: Tokenizer, mixed: Calibration) -> None:
@@ -131,6 +145,7 @@ def test_a_file_is_cut_evenly_and_never_twice(tmp_path: Path, tokenizer: Tokeniz
         assert any(ids[start : start + 128] == window for start in range(len(ids)))
 
 
+@example(length=10, count=2, seq=8, seed=0)
 @given(length=st.integers(1, 200), count=st.integers(0, 12), seq=st.integers(1, 40), seed=st.integers(0, 9))
 def test_windows_overlap_only_where_the_text_is_too_short_and_are_spread_evenly_there(
     length: int, count: int, seq: int, seed: int
