@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # only a model with an adapter needs it
     from mycli.runtime.checkpoint.adapter import Adapter, LowRank
 
 _MERGED_VALUES = 1 << 20  # of an adapter's product at a time: 4 MB of fp32
+_CONVERTED_VALUES = 1 << 20  # at a time
 # 8-bit floats, for which torch has no aminmax: mask of the bits without sign, and the largest finite value in them.
 _FLOAT8_LIMITS = {
     torch.float8_e4m3fn: (0x7F, 0x7E),
@@ -86,21 +87,43 @@ class Checkpoint:
         return out
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor into `out`: on the CPU, contiguous (rows of a larger tensor are), of equal dtype and shape."""
-        entry = self.entry(name)
-        if out.dtype != torch_dtype(entry.dtype) or out.shape != entry.shape or not out.is_contiguous():
+        """Read a tensor into `out`: on the CPU, contiguous (rows of a larger tensor are), of equal shape.
+
+        Floats are converted to another float dtype a part at a time: a head of fp32 takes a gigabyte. Raises ModelError
+        for values that are not finite, or too large for `out`.
+        """
+        entry, place = self.entry(name), f"{self.entry(name).file}: {name}"
+        stored = torch_dtype(entry.dtype)
+        convertible = stored == out.dtype or (stored.is_floating_point and out.is_floating_point())
+        if not convertible or out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
-        stored = out
         if entry.transposed:
-            rows, columns = out.shape[1], out.shape[0]
-            # A part of the columns is read with the others, which takes fewer calls than every row on its own.
-            stored = torch.empty(rows, columns if entry.columns is None else entry.columns[1], dtype=out.dtype)
-        if entry.nbytes:
-            self.manifest.files[entry.file].read_into(tensor_bytes(stored), entry.offset, self._cancelled)
-        if entry.transposed:
-            first = 0 if entry.columns is None else entry.columns[0]
-            out.copy_(stored[:, first : first + out.shape[0]].T)
-        self.check(out, f"{entry.file}: {name}")
+            self._read_transposed(entry, out)
+        elif out.dtype == stored:
+            self._read_bytes(entry, out, entry.offset)
+        else:
+            self._read_converted(entry, out.view(-1))
+            place += ", in float16" if out.dtype == torch.float16 else ""  # whose range is smaller than the others'
+        self.check(out, place)
+
+    def _read_bytes(self, entry: TensorEntry, out: Tensor, offset: int) -> None:
+        if out.numel():
+            self.manifest.files[entry.file].read_into(tensor_bytes(out), offset, self._cancelled)
+
+    def _read_converted(self, entry: TensorEntry, out: Tensor) -> None:
+        part = torch.empty(min(_CONVERTED_VALUES, len(out)), dtype=torch_dtype(entry.dtype))
+        for start in range(0, len(out), _CONVERTED_VALUES):
+            values = part[: len(out) - start]
+            self._read_bytes(entry, values, entry.offset + start * part.itemsize)
+            out[start : start + len(values)] = values
+
+    def _read_transposed(self, entry: TensorEntry, out: Tensor) -> None:
+        # A part of the columns is read with the others, which takes fewer calls than every row on its own.
+        rows, columns = out.shape[1], out.shape[0]
+        first, whole = (0, columns) if entry.columns is None else entry.columns
+        stored = torch.empty(rows, whole, dtype=torch_dtype(entry.dtype))
+        self._read_bytes(entry, stored, entry.offset)
+        out.copy_(stored[:, first : first + columns].T)
 
     @property
     def stored(self) -> "Checkpoint":
@@ -160,6 +183,9 @@ class MergedCheckpoint(Checkpoint):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor and merge the adapter. Raises ModelError if the sum is not finite, and what reading raises."""
+        if out.dtype != self.dtype(name) and (name in self._adapter.replaced or name in self._adapter.added):
+            out.copy_(self.read(name))
+            return
         stored, added = self._adapter.replaced.get(name), self._adapter.added.get(name)
         if stored is not None:
             out.copy_(self._changes.read(stored))

@@ -44,16 +44,16 @@ def _prompt_copy(weight: Tensor, kind: PromptCopy, dtype: torch.dtype) -> Matmul
 
 
 def _read_dense(weights: CheckpointWeights, linears: Sequence[LinearSpec], into: Matmul | None = None) -> Tensor:
-    rows, name = sum(linear.out_features for linear in linears), f"{linears[0].name}.weight"
-    shape, stored = (rows, linears[0].in_features), weights.checkpoint.dtype(name)
+    rows = sum(linear.out_features for linear in linears)
+    shape = (rows, linears[0].in_features)
     out = into.dequantize() if isinstance(into, DenseMatmul) else None
-    if out is None or out.shape != shape or out.dtype != stored or not out.is_cpu:
-        out = huge_empty(shape, stored)
+    if out is None or out.shape != shape or out.dtype != weights.dtype or not out.is_cpu:
+        out = huge_empty(shape, weights.dtype)
     start = 0
     for linear in linears:
         weights.checkpoint.read_into(f"{linear.name}.weight", out[start : start + linear.out_features])
         start += linear.out_features
-    return out.to(weights.device, weights.dtype)
+    return out.to(weights.device)
 
 
 def _adapted(matmul: Matmul, weights: CheckpointWeights, linears: Sequence[LinearSpec]) -> Matmul:
@@ -119,8 +119,8 @@ class Linear(nn.Module):
                 matmuls.append(dense_matmul(_read_dense(weights, linears, old)))
                 continue
             if dense:
-                decoded = [formats.read_dense(checkpoint, spec, packings, device) for spec in linears]
-                matmuls.append(dense_matmul(torch.cat(decoded).to(weights.dtype)))
+                decoded = [formats.read_dense(checkpoint, spec, packings, device, weights.dtype) for spec in linears]
+                matmuls.append(dense_matmul(torch.cat(decoded)))
                 continue
             matmul = prepare_product(formats.read_weight(checkpoint, linears, packing, device), weights.dtype, old)
             matmuls.append(_adapted(matmul, weights, linears))

@@ -89,8 +89,9 @@ class Transformer(nn.Module):
 
         def read_embedding() -> None:
             table = LinearSpec(formats.EMBEDDING, self.config.vocab_size, self.config.hidden_size)
-            dense = formats.read_dense(weights.checkpoint, table, weights.packings, torch.device("cpu"))
-            self.embedding = dense.to(weights.device, weights.dtype)
+            host = torch.device("cpu")
+            dense = formats.read_dense(weights.checkpoint, table, weights.packings, host, weights.dtype)
+            self.embedding = dense.to(weights.device)
 
         first, *others = self.layers()
         loads: list[Callable[[], None]] = [read_embedding]

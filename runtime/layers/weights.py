@@ -21,4 +21,6 @@ class CheckpointWeights:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor onto the device, in `dtype` or that of the weights."""
-        return self.checkpoint.read(name).to(self.device, dtype or self.dtype)
+        out = torch.empty(self.checkpoint.entry(name).shape, dtype=dtype or self.dtype)
+        self.checkpoint.read_into(name, out)
+        return out.to(self.device)

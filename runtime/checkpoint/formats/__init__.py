@@ -270,25 +270,33 @@ def prefetch_linears(checkpoint: "Checkpoint", linears: Iterable[LinearSpec], pa
 
 
 def read_dense(
-    checkpoint: "Checkpoint", linear: LinearSpec, packings: Mapping[str, Packing], device: "torch.device"
+    checkpoint: "Checkpoint",
+    linear: LinearSpec,
+    packings: Mapping[str, Packing],
+    device: "torch.device",
+    dtype: "torch.dtype | None" = None,
 ) -> "torch.Tensor":
     """Read a weight [out_features, in_features] to `device`, in its stored dtype or, if packed, that of its scales.
 
-    An adapter is merged into it.
+    It is converted to `dtype` a part at a time. An adapter is merged into it before.
     """
     import torch
 
     from mycli.runtime.checkpoint.reader import merge_update
     from mycli.runtime.quantization.packed_weight import dequantize_rows
 
-    packing = packings.get(linear.name)
+    packing, name = packings.get(linear.name), f"{linear.name}.weight"
+    shape = (linear.out_features, linear.in_features)
     if packing is None:
-        return checkpoint.read(f"{linear.name}.weight").to(device)
-    weight = read_weight(checkpoint, [linear], packing, device)
-    out = torch.empty(linear.out_features, linear.in_features, dtype=weight.scales.dtype, device=device)
+        out = torch.empty(shape, dtype=dtype or checkpoint.dtype(name))
+        checkpoint.read_into(name, out)
+        return out.to(device)
+    weight, update = read_weight(checkpoint, [linear], packing, device), checkpoint.update(name)
+    decoded = weight.scales.dtype if update is not None or dtype is None else dtype
+    out = torch.empty(shape, dtype=decoded, device=device)
     for rows, values in dequantize_rows(weight):
         out[rows] = values
-    if (update := checkpoint.update(f"{linear.name}.weight")) is not None:
+    if update is not None:
         merge_update(update.to(device), out)
         checkpoint.check(out, f"{linear.name} with the adapter")
-    return out
+    return out.to(dtype or decoded)
