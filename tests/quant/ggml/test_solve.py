@@ -82,6 +82,17 @@ def test_zeros_stay_zeros_or_nearly(name: str) -> None:
     assert torch.isfinite(values).all() and values[3].abs().max() < 1e-6
 
 
+def test_columns_without_inputs_in_calibration_are_rounded_as_well_as_others() -> None:
+    """Other texts may use them."""
+    weight, _ = _problem()
+    kind, half = types.load("Q4_0"), COLUMNS // 2
+    errors = []
+    for share in (0.0, 1.0):
+        chosen = search_scales(weight, kind, torch.cat([torch.full((half,), share), torch.ones(half)]))
+        errors.append(float((kind.weights(chosen).T - weight)[:, :half].square().sum()))
+    assert errors[0] <= 1.001 * errors[1]
+
+
 @pytest.mark.parametrize("name", ["Q3_K", "Q4_K", "IQ2_XXS"])
 def test_the_scale_of_the_hessian_makes_no_difference(name: str) -> None:
     weight, hessian = _problem()
