@@ -117,6 +117,23 @@ def test_a_file_that_has_not_its_recorded_size_is_refused(home: Path, size: obje
         find_stored("tiny:1b")
 
 
+def test_a_second_adapter_is_refused(home: Path) -> None:
+    path = ollama(home, DATA, adapter=b"GGUF adapter")
+    manifest = json.loads(path.read_text())
+    manifest["layers"].append(manifest["layers"][1])
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match="2 adapters, of which Ollama applies one"):
+        find_stored("tiny:1b")
+
+
+def test_a_folder_of_a_store_that_leads_out_of_it_is_not_followed(home: Path) -> None:
+    folder = ollama(home, DATA).parent
+    folder.rename(home / "elsewhere")
+    folder.symlink_to(home / "elsewhere")
+    with pytest.raises(ModelError, match="a link, which is not followed"):
+        find_stored("tiny:1b")
+
+
 def test_list_says_where_a_file_lies(home: Path) -> None:
     ollama(home, DATA)
     ollama(home, DATA + b"\0", "registry.ollama.ai", "library", "bad", "1b", layers=[])

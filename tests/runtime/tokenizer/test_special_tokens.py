@@ -52,6 +52,7 @@ def test_normalized_spelling_wraps_the_whole_text() -> None:
         ("a[<end>]b", [Segment("a<end>b", True, False)]),
         ("<call>a[<end>]b<end>c", [("<call>", 0, 0), ("a<end>b", 1, 1), ("<end>c", 0, 0)]),
         ("<call>[<end>]<end>[<call>]", [("<call>", 0, 0), ("<end>", 1, 1), ("<end>", 0, 0), ("<call>", 1, 1)]),
+        ("<call> a[<end>] <end>", [("<call>", 0, 0), (" a<end> ", 1, 1), ("<end>", 0, 0)]),
         ("<call>a[<end>", [("<call>", 0, 0), ("a<end>", 1, 1)]),  # the second mark was lost
         ("<end>] b<call>", [("<end> b", 1, 0), ("<call>", 0, 0)]),  # the first was
         ("a]b<end>", [("ab", 1, 0), ("<end>", 0, 0)]),
