@@ -11,7 +11,7 @@ from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.device.placement import use_device
-from mycli.runtime.device.system import cpu
+from mycli.runtime.device.system import cpu, release_free_memory
 from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
@@ -28,6 +28,11 @@ from mycli.runtime.utils.dtypes import PromptCopy
 LOADED_IN_PARALLEL = 4  # layers: each has its tensors in memory twice while it is converted
 
 HiddenStateHook = Callable[[Tensor], None]  # receives the input of the head for every token of a pass, [T, hidden]
+
+
+def _load_and_trim(load: Callable[[], None]) -> None:
+    load()
+    release_free_memory()  # the buffers of conversions; the next ones are allocated in other fragments
 
 
 class Transformer(nn.Module):
@@ -105,7 +110,7 @@ class Transformer(nn.Module):
         workers = min(LOADED_IN_PARALLEL, cpu().cores)
         with ThreadPoolExecutor(workers, initializer=use_device, initargs=(weights.device,)) as pool:
             try:
-                for job in [pool.submit(load) for load in loads]:
+                for job in [pool.submit(_load_and_trim, load) for load in loads]:
                     job.result()
             except BaseException:
                 weights.checkpoint.cancel()  # the pool waits for the blocks that are being read
