@@ -8,11 +8,18 @@ import pytest
 from mycli.runtime.memory.graphs import DRAFT_BUCKETS, decode_shapes, padded_tokens
 from mycli.runtime.speculative.draft_length import (
     FIRST_COOLDOWN,
+    FREE_LAG,
     LENGTHS,
     LONG_LENGTHS,
     LONGEST_COOLDOWN,
+    MIN_GAIN,
+    PASS_COST,
     PLAIN_STEPS,
+    PRIOR_ACCEPTANCE,
+    READ_COST,
     REFRESH,
+    START_BUDGET,
+    TOKEN_COST,
     AdaptiveDraftLength,
     DraftLengthPolicy,
     FixedDraftLength,
@@ -122,6 +129,28 @@ def test_nothing_is_drafted_where_nothing_fits_or_before_a_plain_step_is_known()
         policy.observe_plain(STEP)
     assert policy.step_seconds == STEP
     assert policy.length(0, 1) == 0 and policy.length(1, 1) == 1 and policy.length(8, 1) == 1
+
+
+def before_the_first_draft(draft_cost: float) -> AdaptiveDraftLength:
+    policy = AdaptiveDraftLength(draft_cost)
+    policy.observe_plain(STEP, tokens=PLAIN_STEPS)
+    return policy
+
+
+def test_a_first_draft_is_tried_only_where_the_estimates_promise_a_gain() -> None:
+    accepted, compared = PRIOR_ACCEPTANCE
+    dearest = expected_tokens(accepted / compared, 1) / MIN_GAIN - PASS_COST - TOKEN_COST  # of drafts of one token
+    cheaper, dearer = before_the_first_draft(dearest - 0.01), before_the_first_draft(dearest + 0.01)
+    assert cheaper.length(8, 1) == 1 and not cheaper.stopped()
+    assert dearer.length(8, 1) == 0 and dearer.stopped()
+
+
+def test_few_unread_tokens_cost_nothing_and_more_a_share_of_a_draft_token_each() -> None:
+    dear = before_the_first_draft(0.6)
+    assert dear.length(8, FREE_LAG) == 1 and dear.length(8, FREE_LAG + 1) == 0
+    cheap = before_the_first_draft(0.1)
+    most = (START_BUDGET + 1 - PASS_COST - TOKEN_COST - 0.1) / 0.1 / READ_COST
+    assert cheap.length(8, int(most)) == 1 and cheap.length(8, int(1.1 * most)) == 0
 
 
 def test_a_long_text_is_read_in_advance_only_where_that_was_earned() -> None:
