@@ -377,14 +377,17 @@ def test_layers_without_attention_hold_the_values_of_their_part() -> None:
     assert {index: pass_values(layers[index]) for index in expected} == expected
 
 
-@pytest.mark.parametrize("model_type", ["bert", "mpnet", "modernbert"])
-def test_texts_that_are_read_whole(model_type: str, tmp_path: Path) -> None:
-    """A text longer than a chunk is one pass, with masks of windows or biases of each head for all pairs of tokens."""
-    shape = {"local_attention": 8} if model_type == "modernbert" else {}
-    folder = encoder(tmp_path / "model", model_type, max_position_embeddings=4098, **shape)
-    plan = MemoryPlan(open_model_folder(folder).config, context=4096, dtype="float32")
-    square = 4096**2
-    least = {"bert": 0, "mpnet": 4 * 4 * square, "modernbert": 5 * square}[model_type]
-    assert mask_bytes(plan) >= least and (model_type != "bert" or mask_bytes(plan) == 0)
-    assert plan.rows == 4096
-    assert replace(plan, context=64).rows == 512  # several texts in one pass
+@pytest.mark.parametrize(("context", "rows"), [(4096, 4096), (64, 512)])
+def test_texts_that_are_read_whole(context: int, rows: int, tmp_path: Path) -> None:
+    """A text longer than a chunk is one pass, and several shorter ones are another.
+
+    A window has a mask of all pairs of tokens, and distances in 4 bytes; biases of 4 heads are in fp32, and computed
+    from five tensors of distances in 8 bytes.
+    """
+    pairs, square = rows * context, context**2
+    masks = {"bert": 0, "mpnet": 4 * pairs * 4 + 5 * 8 * square, "modernbert": pairs + 4 * square}
+    for model_type, expected in masks.items():
+        shape = {"local_attention": 8} if model_type == "modernbert" else {}
+        folder = encoder(tmp_path / model_type, model_type, max_position_embeddings=4098, **shape)
+        plan = MemoryPlan(open_model_folder(folder).config, context=context, dtype="float32")
+        assert (mask_bytes(plan), plan.rows) == (expected, rows)

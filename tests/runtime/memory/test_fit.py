@@ -65,6 +65,12 @@ def test_fit_keeps_a_context_that_was_asked_for() -> None:
     assert fit(LLAMA, 16 * GIB, 131072, schemes(LLAMA.config)) is None
 
 
+def test_fit_uses_memory_to_the_last_byte() -> None:
+    dense, enough = schemes(LLAMA.config)[:1], estimate(LLAMA).total
+    assert fit(LLAMA, enough, LLAMA.context, dense) == (LLAMA, dense[0])
+    assert fit(LLAMA, enough - 1, LLAMA.context, dense) is None
+
+
 def test_fit_with_little_memory_shortens_the_usual_context() -> None:
     found = fit(LLAMA, 5 * GIB, None, schemes(LLAMA.config))
     assert found is not None and found[1].packing == Packing(2, 128) and 256 <= found[0].context < 8192
@@ -129,6 +135,11 @@ def test_a_context_of_less_than_a_quarter_is_proposed_last() -> None:
     last, none = (shortage(packed, free, "cuda:0") for free in (least, least - 1))
     assert (last.code, last.data) == ("set-context", {"context": SHORTEST_CONTEXT})
     assert none.code == "" and "no single change is enough" in none.hint
+
+
+def test_without_a_single_change_the_missing_memory_is_named() -> None:
+    missing = human_bytes(estimate(LLAMA).total - GIB)
+    assert f"free {missing} more" in shortage(LLAMA, GIB, "cuda:0").hint
 
 
 def test_an_estimate_that_fits_is_no_cause() -> None:

@@ -96,6 +96,19 @@ def test_captured_passes_hold_the_partial_sums_of_experts() -> None:
     assert captured_bytes(replace(one, batch=17)) == (63 + 6) * row + prompt + experts
 
 
+def test_partial_sums_are_at_most_those_of_the_largest_weight() -> None:
+    small, dense = (plan("SmolLM2-135M", packing, gpu=True) for packing in (Packing(4, 64), None))
+    assert captured_bytes(small) - captured_bytes(dense) == Packing(4, 64).bytes(2 * 1536, 576), "gate and up"
+
+
+def test_captured_passes_of_layers_that_differ() -> None:
+    """The largest layer of Nemotron-H is an MLP; a kernel reads latents in int4 in no layer, as Kimi Linear has some."""
+    row, values = 131072 * 2, (2 * 4096 + 4 * 21504 + 4096) * 2
+    assert captured_bytes(plan("Nemotron-H-8B", gpu=True)) == (1 + 6 + 1 + 4) * row + (256 + 1024) * values
+    latent = plan("Kimi-Linear-48B", gpu=True)
+    assert captured_bytes(replace(latent, kv="int4")) == 0 < captured_bytes(latent)
+
+
 @pytest.mark.parametrize(("running", "rows", "logits"), [(1, 8, 35), (4, 32, 35 + 2 * 6 + 4 * 6 + 8 * 6)])
 def test_drafts_of_recurrent_models_hold_what_advances_their_states(running: int, rows: int, logits: int) -> None:
     """24 of 32 layers of Qwen3.5-9B have states; a token advances them by 8192 + 4096 projected values and 2 x 32."""

@@ -78,10 +78,20 @@ def test_masks_of_windows_and_scores_with_sinks_on_a_gpu_without_the_kernel() ->
     assert mask_bytes(model) == windows + 2048 * 8192 * (3 * 4 * 8 + 1)
 
 
+def test_of_layers_that_differ_the_largest_decides() -> None:
+    """Nemotron-H has layers of attention, of states and of an MLP; in Gemma 4 every fifth layer has longer keys."""
+    assert activation_bytes(plan("Nemotron-H-8B")) == 512 * (2 * 4096 + 4 * 21504 + 4096) * 2
+    assert estimate(plan("gemma-4-E2B", context=1024, kv="int8")).workspace.cache == 2 * 512 * 1024 * 2
+
+
 @pytest.mark.parametrize(("name", "weights"), [("Llama-3.1-8B", 1 << 24), ("SmolLM2-135M", 2 * 1536 * 576)])
 def test_a_cpu_decodes_tables_of_floats_in_parts(name: str, weights: int) -> None:
     nf4 = plan(name, Packing(4, 64, codes="nf4"))
     assert estimate(nf4).workspace.dequantization == 2 * weights
+    one_layer = {name: packing for name, packing in nf4.packings.items() if ".layers.3." in name}
+    integers = plan(name, Packing(4, 64))
+    mixed = replace(integers, packings={**integers.packings, **one_layer})
+    assert estimate(mixed).workspace.dequantization == 2 * weights
 
 
 @pytest.mark.parametrize(("name", "rotations"), [("Llama-3.1-8B", 128), ("gemma-3-4b", 2 * 256)])

@@ -235,13 +235,19 @@ class Wrong:
         pass
 
 
-@pytest.mark.parametrize("capacity", [2, 5, 64])
-def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
-    target = target_model()
-    proposer = proposers(target)["draft"]
+@pytest.mark.parametrize(
+    ("capacity", "drafted", "verified"),
+    [(2, [1, 1], [1, 1]), (5, [2, 2, 1, 1], [1, 3]), (64, [4, 4, 1, 1, 1], [1, 4])],
+)
+def test_warming_up_runs_a_short_and_a_long_draft_and_leaves_nothing_behind(
+    capacity: int, drafted: list[int], verified: list[int]
+) -> None:
+    target, draft = target_model(), PrefixModel(random_function(1, VOCAB), VOCAB)
     shape = CacheShape.contiguous(capacity)
+    proposer = DraftModel(ModelRunner(draft), shape, target.nbytes)
     engine = speculating(target, proposer, FixedDraftLength(4), shape)
     warm_up(engine)
+    assert (draft.passes, target.passes) == (drafted, verified)
     assert cached_prefixes(engine) == [] and proposer.lag(5, [1]) == 1
     proposer.finish(5, [])
     assert reply(engine, [1, 2], 9) == reply(plainly(target, shape), [1, 2], 9)
