@@ -102,7 +102,7 @@ def test_partial_sums_are_at_most_those_of_the_largest_weight() -> None:
 
 
 def test_captured_passes_of_layers_that_differ() -> None:
-    """The largest layer of Nemotron-H is an MLP; a kernel reads latents in int4 in no layer, as Kimi Linear has some."""
+    """The largest layer of Nemotron-H is an MLP; some of Kimi Linear have latents, which no kernel reads in int4."""
     row, values = 131072 * 2, (2 * 4096 + 4 * 21504 + 4096) * 2
     assert captured_bytes(plan("Nemotron-H-8B", gpu=True)) == (1 + 6 + 1 + 4) * row + (256 + 1024) * values
     latent = plan("Kimi-Linear-48B", gpu=True)

@@ -313,6 +313,13 @@ def test_a_draft_model_builds_its_rotary_tables_once() -> None:
     assert draft.rope(1) is tables
 
 
+def test_a_draft_model_holds_weights_and_a_cache_and_costs_what_it_reads() -> None:
+    runner = ModelRunner(PrefixModel(random_function(0, VOCAB), VOCAB))
+    small, large = (DraftModel(runner, CacheShape.contiguous(context), 4 * runner.nbytes) for context in (32, 64))
+    assert small.relative_cost == 0.25
+    assert large.nbytes - small.nbytes == small.nbytes - runner.nbytes > 0, "the cache is twice as large"
+
+
 def test_adaptive_lengths_change_no_token() -> None:
     """F16: on, off, and switching between; seeded ones too."""
     target = target_model()
