@@ -33,9 +33,9 @@ def _committed(logits: Tensor, tokens: list[int], sampler: Sampler) -> list[int]
 
 
 def _accept_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    # Empty if only the first row, or none, is finite: the caller then samples as without a draft.
+    # Empty if the first row is not finite: the caller then samples as without a draft.
     best = sampler.best(logits)
-    drafted = proposal.tokens[: max(len(best) - 1, 0)]
+    drafted = proposal.tokens
     accepted = next((i for i, (a, b) in enumerate(zip(best, drafted, strict=False)) if a != b), len(drafted))
     return best[: accepted + 1]
 

@@ -1,7 +1,7 @@
 """Test that speculation changes nothing: the same tokens, caches and errors; and that its statistics are correct."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -23,12 +23,14 @@ from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
+from mycli.runtime.speculative.rejection_sampling import rejection_sample, sample_matching
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 from tests.support.engines import cached_prefixes, in_one_block, together
 from tests.support.grids import examples
 from tests.support.prefix_model import CPU, Function, PrefixModel, random_function
 from tests.support.speculation import PROMPT, VOCAB, plainly, proposers, reply, speculating, target_model
 
+Verify = Callable[[torch.Tensor, Proposal, Sampler], list[int]]
 # For a target and a proposer: its kind, and whether it uses the target's own function.
 PAIRS = {"seed": st.integers(0, 10**6), "kind": st.sampled_from(["draft", "ngram"]), "alike": st.booleans()}
 
@@ -292,6 +294,24 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
             found.extend(stream(engine, Request(tuple(PROMPT), limit=20)))
         counts.append(found)
     assert counts[0] == counts[1] and len(counts[0]) == when - len(PROMPT)
+
+
+@pytest.mark.parametrize("finite", range(5))
+@pytest.mark.parametrize(
+    ("verify", "temperature"), [(rejection_sample, 0.0), (rejection_sample, 1.0), (sample_matching, 1.0)]
+)
+def test_no_row_after_one_that_is_not_a_number_is_used(verify: Verify, temperature: float, finite: int) -> None:
+    """Each of four rows has one probable token; the first three are the draft."""
+    tokens = [1, 2, 3, 4]
+    logits = torch.full((4, VOCAB), -50.0)
+    logits[range(4), tokens] = 50.0
+    logits[finite:] = math.nan
+    sampler = Sampler(SamplingParams(temperature, seed=0), VOCAB, CPU)
+    if finite:
+        assert verify(logits, Proposal(tokens[:3]), sampler) == tokens[:finite]
+        return
+    with pytest.raises(ModelError, match="not a number"):
+        verify(logits, Proposal(tokens[:3]), sampler)
 
 
 @pytest.mark.parametrize(("length", "count"), [(5, 4), (7, 2), (8, 1), (9, 0), (20, 0)])
