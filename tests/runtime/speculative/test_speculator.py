@@ -314,32 +314,6 @@ def test_no_row_after_one_that_is_not_a_number_is_used(verify: Verify, temperatu
         verify(logits, Proposal(tokens[:3]), sampler)
 
 
-@pytest.mark.parametrize(("length", "count"), [(5, 4), (7, 2), (8, 1), (9, 0), (20, 0)])
-def test_a_draft_model_proposes_nothing_beyond_its_own_context(length: int, count: int) -> None:
-    """The cache, which is as long as the target's, would hold more."""
-    draft, sampler = proposers(target_model(), max_context=8)["draft"], Sampler(SamplingParams(), VOCAB, CPU)
-    (proposal,) = draft.propose([DraftRequest(0, [1] * length, 4, sampler)])
-    assert len(proposal.tokens) == count
-
-
-def test_a_draft_model_builds_its_rotary_tables_once() -> None:
-    """In short blocks the tables would else be built again for every longer sequence."""
-    target = target_model(0)
-    draft = ModelRunner(PrefixModel(random_function(0, VOCAB), VOCAB))
-    shape = CacheShape.paged(40, 40, 4)
-    engine = speculating(target, DraftModel(draft, shape, 1), FixedDraftLength(2), shape)
-    tables = draft.rope(1)
-    assert len(reply(engine, PROMPT, 30)) == 30
-    assert draft.rope(1) is tables
-
-
-def test_a_draft_model_holds_weights_and_a_cache_and_costs_what_it_reads() -> None:
-    runner = ModelRunner(PrefixModel(random_function(0, VOCAB), VOCAB))
-    small, large = (DraftModel(runner, CacheShape.contiguous(context), 4 * runner.nbytes) for context in (32, 64))
-    assert small.relative_cost == 0.25
-    assert large.nbytes - small.nbytes == small.nbytes - runner.nbytes > 0, "the cache is twice as large"
-
-
 def test_adaptive_lengths_change_no_token() -> None:
     """F16: on, off, and switching between; seeded ones too."""
     target = target_model()
