@@ -157,6 +157,26 @@ def test_without_the_hidden_states_before_the_last_token_nothing_is_proposed(
     assert proposed(tokens) == 0, "they have been used"
 
 
+def test_hidden_states_are_read_in_chunks_and_those_left_are_the_lag(folder: tuple[ModelFolder, Reference]) -> None:
+    drafts, tokens = proposer(folder[0], CacheShape.contiguous(CONTEXT)), list(range(4, 34))
+    drafts._chunk = 5
+    states = torch.randn(29, SMALL["hidden_size"], generator=torch.Generator().manual_seed(0))
+    assert drafts.lag(0, tokens) == 0
+    begin = 0
+    for end, lag in ((5, 5), (12, 2), (29, 4)):
+        drafts.hidden_state_hook([ComputedTokens(0, begin, end - begin, tokens)])(states[begin:end])
+        assert drafts.lag(0, tokens) == lag
+        begin = end
+    drafts.truncate(0, 27)
+    assert drafts.lag(0, tokens) == 2
+
+
+def test_a_token_of_the_head_costs_what_it_reads(folder: tuple[ModelFolder, Reference]) -> None:
+    drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
+    read = drafts.head.nbytes + drafts.head.target.model.head.nbytes
+    assert drafts.relative_cost == read / drafts.head.target.nbytes
+
+
 def test_draws_from_the_head_leave_the_model_s_distribution(
     folder: tuple[ModelFolder, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
