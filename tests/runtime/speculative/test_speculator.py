@@ -354,3 +354,22 @@ def test_drafting_in_vain_is_no_part_of_a_plain_step(monkeypatch: pytest.MonkeyP
     speculator.observe([SequenceOutput(1)], seconds=1.0)
     speculator.observe([SequenceOutput(1)], seconds=1.0)
     assert policy.plain == [(0.75, 0.25), (1.0, 0.0)]
+
+
+def test_the_time_of_a_call_is_shared_by_its_tokens() -> None:
+    policy = Costs()
+    ProposerSpeculator(PromptLookup(), lambda: policy).observe_plain(4, seconds=1.0)
+    assert policy.plain == [(0.25, 0.0)]
+
+
+def test_a_proposer_that_runs_passes_never_rests() -> None:
+    assert not ProposerSpeculator(Wrong(target_model()), lambda: FixedDraftLength(2), pipelined=False).rests
+
+
+def test_nothing_is_warmed_up_without_drafts_or_during_requests() -> None:
+    target = target_model()
+    busy = speculating(target, proposers(target)["draft"], FixedDraftLength(4))
+    busy.submit(Request(tuple(PROMPT), limit=1))
+    for engine in (busy, plainly(target)):
+        warm_up(engine)
+    assert target.passes == []
