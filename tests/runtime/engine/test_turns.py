@@ -11,6 +11,7 @@ from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.engine.scheduled import ScheduledSequence
 from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, Request, RequestSequence, Status
+from tests.support.grids import chosen
 
 LENGTH = 8
 
@@ -242,7 +243,7 @@ def test_searches_and_replies_all_end(seed: int) -> None:
     assert engine.pool.used == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", chosen(range(12), quick=range(5)))
 def test_every_request_ends_and_waits_for_one_turn_of_each_other_at_most(seed: int) -> None:
     """Check random requests of one user with equal prompts: arrivals, replies, lengths and cancellations vary."""
     chance = random.Random(seed)

@@ -188,7 +188,7 @@ def test_a_prompt_is_cut_to_what_leaves_room(served: Served, path: str) -> None:
 
 
 def test_a_reply_without_a_limit_fills_the_context(served: Served) -> None:
-    answer = served.ask("POST", TEXT, {"prompt": [5], "max_tokens": -1, "ignore_eos": True, "temperature": 0})
+    answer = served.ask("POST", TEXT, {"prompt": [5] * 400, "max_tokens": -1, "ignore_eos": True, "temperature": 0})
     assert answer.json["usage"]["total_tokens"] == 512 + 1 and answer.json["choices"][0]["finish_reason"] == "length"
 
 

@@ -133,7 +133,7 @@ QUICK = [
     FAMILIES[0],
     FAMILIES[4],
     FAMILIES[6],
-    *FAMILIES[-3:-1],
+    FAMILIES[-3],
     PADDED[0],
 ]
 
