@@ -107,9 +107,7 @@ def _added_ends(raw: Fields) -> set[str]:
         if step.get("type") != "TemplateProcessing":
             raise unsupported(f"the post-processor {step.get('type')!r:.40}")
         pieces = ["SpecialToken" if "SpecialToken" in piece else "text" for piece in step["single"]]
-        before = pieces.index("text") if pieces.count("text") == 1 else 2
-        after = len(pieces) - before - 1
-        if before > 1 or after > 1:
+        if pieces.count("text") != 1 or "text" not in pieces[:2] or "text" not in pieces[-2:]:
             raise unsupported("the post-processor adds more than one token before and one after a text")
-        ends |= ({"bos"} if before else set()) | ({"eos"} if after else set())
+        ends |= ({"bos"} if pieces[0] != "text" else set()) | ({"eos"} if pieces[-1] != "text" else set())
     return ends

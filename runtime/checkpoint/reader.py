@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # only a model with an adapter needs it
     from mycli.runtime.checkpoint.adapter import Adapter, LowRank
 
 _MERGED_VALUES = 1 << 20  # of an adapter's product at a time: 4 MB of fp32
-_CONVERTED_VALUES = 1 << 20  # at a time
+_CONVERTED_VALUES = 1 << 20  # at a time: 4 MB of fp32
 # 8-bit floats, for which torch has no aminmax: mask of the bits without sign, and the largest finite value in them.
 _FLOAT8_LIMITS = {
     torch.float8_e4m3fn: (0x7F, 0x7E),
@@ -92,8 +92,8 @@ class Checkpoint:
         Floats are converted to another float dtype a part at a time: a head of fp32 takes a gigabyte. Raises ModelError
         for values that are not finite, or too large for `out`.
         """
-        entry, place = self.entry(name), f"{self.entry(name).file}: {name}"
-        stored = torch_dtype(entry.dtype)
+        entry = self.entry(name)
+        stored, place = torch_dtype(entry.dtype), f"{entry.file}: {name}"
         convertible = stored == out.dtype or (stored.is_floating_point and out.is_floating_point())
         if not convertible or out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
@@ -105,6 +105,11 @@ class Checkpoint:
             self._read_converted(entry, out.view(-1))
             place += ", in float16" if out.dtype == torch.float16 else ""  # whose range is smaller than the others'
         self.check(out, place)
+
+    def _convert(self, name: str, out: Tensor) -> None:
+        # Reads a tensor that is computed in its stored dtype into `out` of another one.
+        out.copy_(self.read(name))
+        self.check(out, name)
 
     def _read_bytes(self, entry: TensorEntry, out: Tensor, offset: int) -> None:
         if out.numel():
@@ -184,7 +189,7 @@ class MergedCheckpoint(Checkpoint):
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor and merge the adapter. Raises ModelError if the sum is not finite, and what reading raises."""
         if out.dtype != self.dtype(name) and (name in self._adapter.replaced or name in self._adapter.added):
-            out.copy_(self.read(name))
+            self._convert(name, out)
             return
         stored, added = self._adapter.replaced.get(name), self._adapter.added.get(name)
         if stored is not None:

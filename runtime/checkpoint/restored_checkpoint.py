@@ -39,7 +39,7 @@ class RestoredCheckpoint(Checkpoint):
     def read_into(self, name: str, out: Tensor) -> None:
         entry = self.entry(name)
         if out.dtype != self.dtype(name) and (entry.parts or entry.added or entry.divided):
-            out.copy_(self.read(name))
+            self._convert(name, out)
             return
         if entry.parts and name in self._specs:
             out.copy_(self._joined(entry))

@@ -276,9 +276,9 @@ def read_dense(
     device: "torch.device",
     dtype: "torch.dtype | None" = None,
 ) -> "torch.Tensor":
-    """Read a weight [out_features, in_features] to `device`, in its stored dtype or, if packed, that of its scales.
+    """Read a weight [out_features, in_features] to `device`, with an adapter merged into it.
 
-    It is converted to `dtype` a part at a time. An adapter is merged into it before.
+    Its dtype is `dtype`, by default the stored one or, if it is packed, that of its scales.
     """
     import torch
 
