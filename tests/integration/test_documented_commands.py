@@ -91,6 +91,8 @@ calib = "{folder}/calibration.txt"
 samples = 8
 seq = 128
 report = "none"
+[pull]
+report = "none"
 [eval]
 tokens = 1024
 """
