@@ -90,9 +90,10 @@ struct Delta {  // mirrored by recurrent.py
 constexpr int64_t MAX_KEY_DIM = 256;
 
 // log(1 + e^x), by the series of the inverse hyperbolic tangent of e / (2 + e), where e = e^-|x|.
-inline V16 softplus(V16 x) {
-    const V16 zero = {}, e = exponential(x < 0 ? x : -x), s = e / (e + 2.0f), square = s * s;
-    V16 y = square * (2.0f / 15) + 2.0f / 13;
+template <class V> inline V softplus(V x) {
+    if constexpr (sizeof x > VECTOR) return in_parts([](Floats part) { return softplus(part); }, x);
+    const V zero = {}, e = exponential(x < 0 ? x : -x), s = e / (e + 2.0f), square = s * s;
+    V y = square * (2.0f / 15) + 2.0f / 13;
     y = y * square + 2.0f / 11;
     y = y * square + 2.0f / 9;
     y = y * square + 2.0f / 7;
@@ -277,7 +278,7 @@ template <class T, int B> void scan_channels(const Runs& r, const Scan& s, int64
         V16 value[B], step[B], written[B], read[4][B] = {};
         for (int b = 0; b < B; b++) {
             value[b] = load16(x + b * LANE), step[b] = softplus(load16(steps + b * LANE) + shift[b]);
-            step[b] = step[b] < s.low ? V16{} + s.low : step[b] > s.high ? V16{} + s.high : step[b];
+            step[b] = in_parts([&](Floats v) { return v < s.low ? Floats{} + s.low : v > s.high ? Floats{} + s.high : v; }, step[b]);
             written[b] = value[b] * step[b];
         }
         for (int64_t i = 0; i < s.state_dim; i += 4)

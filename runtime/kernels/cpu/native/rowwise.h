@@ -159,12 +159,12 @@ struct Rowwise {
     void add(const ResidualAdd& residual, const uint16_t* x, const uint16_t* output, uint16_t* spare, uint16_t* out) const {
         const uint16_t* normed = norm_input(residual.norm, output, spare);
         each([&](int64_t row) {
-            for (int64_t i = row * residual.hidden; i < (row + 1) * residual.hidden; i += LANE) {
-                V16 more = load16(normed + i);
+            for (int64_t i = row * residual.hidden; i < (row + 1) * residual.hidden; i += WIDE) {
+                Wide more = wide(normed + i);
                 if (residual.multiplier != 1) more = rounded(more * residual.multiplier);
-                V16 all = rounded(load16(x + i) + more);
-                if (residual.scalar) all *= from_bf16(*residual.scalar);
-                store16(out + i, all);
+                Wide all = wide(x + i) + more;
+                if (residual.scalar) all = rounded(all) * from_bf16(*residual.scalar);
+                put(out + i, all);
             }
         });
     }

@@ -11,10 +11,11 @@ namespace {
 typedef uint32_t U16 __attribute__((vector_size(64), aligned(64)));
 
 // Rounds to bf16, to nearest, ties to even; NaN stays NaN.
-inline V16 rounded(V16 v) {
-    const U16 word = (U16)v;
-    const U16 near = word + 0x7fff + ((word >> 16) & 1);
-    return (V16)((v != v ? word | 0x400000 : near) & 0xffff0000);
+template <class V> inline V rounded(V v) {
+    if constexpr (sizeof v > VECTOR) return in_parts([](Floats part) { return rounded(part); }, v);
+    typedef uint32_t Bits __attribute__((vector_size(sizeof(V))));
+    const Bits word = (Bits)v, near = word + 0x7fff + ((word >> 16) & 1);
+    return (V)((v != v ? word | 0x400000 : near) & 0xffff0000);
 }
 
 inline void store16(uint16_t* at, V16 v) {
@@ -27,14 +28,14 @@ inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
 
 // Adds row `more` to row `at`.
 inline void add_row(uint16_t* at, const uint16_t* more, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANE) store16(at + i, load16(at + i) + load16(more + i));
+    for (int64_t i = 0; i < size; i += WIDE) put(at + i, wide(at + i) + wide(more + i));
 }
 
 // Multiplies a row by a number.
 inline void scale_row(uint16_t* at, float by, int64_t size) {
     if (by == 1) return;
     int64_t i = 0;
-    for (; i + LANE <= size; i += LANE) store16(at + i, load16(at + i) * by);
+    for (; i + WIDE <= size; i += WIDE) put(at + i, wide(at + i) * by);
     for (; i < size; i++) at[i] = to_bf16(from_bf16(at[i]) * by);
 }
 
@@ -63,9 +64,9 @@ template <class T, class Gain> inline void centred_row(const Norm& n, const T* x
     }
     const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
     const Gain* bias = static_cast<const Gain*>(n.bias);
-    for (int64_t i = 0; i < n.size; i += LANE) {
-        const V16 v = (load16(x + i) - mean) * root * load16(gain + i);
-        store16(y + i, bias ? v + load16(bias + i) : v);
+    for (int64_t i = 0; i < n.size; i += WIDE) {
+        const Wide v = (wide(x + i) - mean) * root * wide(gain + i);
+        put(y + i, bias ? v + wide(bias + i) : v);
     }
 }
 
@@ -80,7 +81,7 @@ template <class T, class Gain> inline void norm_row(const Norm& n, int64_t row, 
         sum += v * v;
     }
     const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
-    for (int64_t i = 0; i < n.size; i += LANE) store16(y + i, load16(x + i) * root * load16(gain + i));
+    for (int64_t i = 0; i < n.size; i += WIDE) put(y + i, wide(x + i) * root * wide(gain + i));
 }
 inline void norm_row(const Norm& n, int64_t row) {
     const float* gain = static_cast<const float*>(n.gain);
@@ -100,50 +101,54 @@ inline int64_t gate_inputs(int32_t gate_type, int64_t size) {
 }
 
 // x / (1 + e^-z), with one exponential for either sign of z.
-inline V16 times_sigmoid(V16 x, V16 z) {
-    const V16 zero = {};
-    const I16 below = z < 0;
-    const V16 power = exponential(below ? z : -z);
+template <class V> inline V times_sigmoid(V x, V z) {
+    if constexpr (sizeof x > VECTOR) return in_parts([](Floats a, Floats b) { return times_sigmoid(a, b); }, x, z);
+    const V zero = {};
+    const auto below = z < 0;
+    const V power = exponential(below ? z : -z);
     return x * (below ? power : zero + 1.0f) / (power + 1.0f);
 }
 
 // GELU by the tanh approximation (arXiv 1606.08415): (1 + tanh u) / 2 is the sigmoid of 2 u, which is exact where tanh u is near
 // -1.
-inline V16 gelu_tanh(V16 x) { return times_sigmoid(x, x * (1.595769122f + 0.07135481627f * (x * x))); }
+inline Wide gelu_tanh(Wide x) { return times_sigmoid(x, x * (1.595769122f + 0.07135481627f * (x * x))); }
 // GELU: x times the normal distribution, whose tail is erfc(|x| / sqrt 2) / 2. Numerical Recipes' Chebyshev fit of erfc has a
 // relative error of 1.2e-7, so the small values of negative x are as exact as the others.
-inline V16 gelu(V16 x) {
-    const V16 zero = {}, z = (x < 0 ? -x : x) * 0.7071067812f, t = 1.0f / (1.0f + 0.5f * z);
-    V16 fit = zero + 0.17087277f;
+template <class V> inline V gelu(V x) {
+    if constexpr (sizeof x > VECTOR) return in_parts([](Floats part) { return gelu(part); }, x);
+    const V zero = {}, z = (x < 0 ? -x : x) * 0.7071067812f, t = 1.0f / (1.0f + 0.5f * z);
+    V fit = zero + 0.17087277f;
     for (const float next : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f,
                              1.00002368f, -1.26551223f})
         fit = fit * t + next;
-    const V16 tail = 0.5f * t * exponential(fit - z * z);
+    const V tail = 0.5f * t * exponential(fit - z * z);
     return x * (x < 0 ? tail : 1.0f - tail);
 }
 
-inline V16 rounded_as(V16 v, const uint16_t*) { return rounded(v); }
-inline V16 rounded_as(V16 v, const float*) { return v; }
+template <class V> inline V rounded_as(V v, const uint16_t*) { return rounded(v); }
+template <class V> inline V rounded_as(V v, const float*) { return v; }
 
 // active(gate) * up of a row, each of `size`, a multiple of 16.
 template <class T, class Active> inline void gate_row(const T* gate, const T* up, int64_t size, T* y, Active active) {
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, rounded_as(active(load16(gate + i)), y) * load16(up + i));
+    for (int64_t i = 0; i < size; i += WIDE) put(y + i, rounded_as(active(wide(gate + i)), y) * wide(up + i));
 }
-inline V16 silu_of(V16 gate) { return times_sigmoid(gate, gate); }
+inline Wide silu_of(Wide gate) { return times_sigmoid(gate, gate); }
 // ReLU(x)^2; NaN stays NaN.
-inline V16 relu_square(V16 v) {
-    const V16 none = {}, positive = v <= 0 ? none : v;
+template <class V> inline V relu_square(V v) {
+    if constexpr (sizeof v > VECTOR) return in_parts([](Floats part) { return relu_square(part); }, v);
+    const V none = {}, positive = v <= 0 ? none : v;
     return positive * positive;
 }
 // active(x) of a row without a gate.
 template <class T, class Active> inline void activate_row(const T* x, int64_t size, T* y, Active active) {
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)));
+    for (int64_t i = 0; i < size; i += WIDE) put(y + i, active(wide(x + i)));
 }
 // (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7. NaN stays NaN.
-template <class T> inline V16 clamped_swiglu(V16 gate, V16 up, const T* x) {
-    const V16 one = V16{} + 1.0f, most = V16{} + 7.0f;
-    const V16 low = gate > most ? most : gate, within = up > most ? most : up < -most ? -most : up;
-    const V16 open = rounded_as(times_sigmoid(one, rounded_as(low * 1.702f, x)), x);
+template <class V, class T> inline V clamped_swiglu(V gate, V up, const T* x) {
+    if constexpr (sizeof gate > VECTOR) return in_parts([x](Floats a, Floats b) { return clamped_swiglu(a, b, x); }, gate, up);
+    const V one = V{} + 1.0f, most = V{} + 7.0f;
+    const V low = gate > most ? most : gate, within = up > most ? most : up < -most ? -most : up;
+    const V open = rounded_as(times_sigmoid(one, rounded_as(low * 1.702f, x)), x);
     return rounded_as(within + 1.0f, x) * rounded_as(low * open, x);
 }
 // The same of a row in which gate and up alternate.
@@ -156,15 +161,15 @@ template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
     }
 }
 template <class T> inline void clamped_halves(const T* x, int64_t size, T* y) {
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, clamped_swiglu(load16(x + i), load16(x + size + i), x));
+    for (int64_t i = 0; i < size; i += WIDE) put(y + i, clamped_swiglu(wide(x + i), wide(x + size + i), x));
 }
 template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {
     if (gate_type == SWIGLU_CLAMPED) return clamped_row(x, size, y);
     if (gate_type == SWIGLU_HALVES) return clamped_halves(x, size, y);
-    if (gate_type == RELU_SQUARE) return activate_row(x, size, y, relu_square);
+    if (gate_type == RELU_SQUARE) return activate_row(x, size, y, relu_square<Wide>);
     if (gate_type == GELU_TANH_ALONE) return activate_row(x, size, y, gelu_tanh);
-    if (gate_type == GELU_ALONE) return activate_row(x, size, y, gelu);
-    if (gate_type == GATED_RELU_SQUARE) return gate_row(x, x + size, size, y, relu_square);
+    if (gate_type == GELU_ALONE) return activate_row(x, size, y, gelu<Wide>);
+    if (gate_type == GATED_RELU_SQUARE) return gate_row(x, x + size, size, y, relu_square<Wide>);
     if (gate_type == GELU_TANH) return gate_row(x, x + size, size, y, gelu_tanh);
     gate_row(x, x + size, size, y, silu_of);
 }
@@ -175,17 +180,16 @@ inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row
 }
 
 // The sigmoid of a gate, rounded to its type.
-inline V16 sigmoid_of(V16 gate, const uint16_t*) { return rounded(times_sigmoid(V16{} + 1.0f, gate)); }
-inline V16 sigmoid_of(V16 gate, const float*) { return times_sigmoid(V16{} + 1.0f, gate); }
+template <class T> inline Wide sigmoid_of(Wide gate, const T* x) { return rounded_as(times_sigmoid(Wide{} + 1.0f, gate), x); }
 
 // x [size], a multiple of 16, times the rounded sigmoid of `gate`.
 template <class T> inline void weigh_row(const T* x, T gate, int64_t size, T* y) {
-    const V16 weight = sigmoid_of(V16{} + number(gate), x);
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
+    const Wide weight = sigmoid_of(spread(number(gate)), x);
+    for (int64_t i = 0; i < size; i += WIDE) put(y + i, wide(x + i) * weight);
 }
 // The same with a gate for each value.
 template <class T> inline void weigh_row(const T* x, const T* gates, int64_t size, T* y) {
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * sigmoid_of(load16(gates + i), x));
+    for (int64_t i = 0; i < size; i += WIDE) put(y + i, wide(x + i) * sigmoid_of(wide(gates + i), x));
 }
 // Row `row` of x [rows, size], by gates [rows, size] if `each` value has one, else [rows].
 template <class T> inline void weigh_row(const T* x, const T* gates, int64_t row, int64_t size, bool each, T* y) {
@@ -201,21 +205,21 @@ template <class T> struct RotateTask {  // mirrored by build.py
     int32_t interleaved;  // pairs are (2i, 2i + 1) in x, not (i, i + half); in out they are (i, i + half)
 };
 
-// 16 adjacent pairs, their first and their second values.
-inline void load_pairs(const uint16_t* at, V16& first, V16& second) {
-    U16 pairs;
-    memcpy(&pairs, at, 64);
-    first = (V16)(pairs << 16);
-    second = (V16)(pairs & 0xffff0000);
+// Adjacent pairs, their first and their second values.
+inline void load_pairs(const uint16_t* at, Wide& first, Wide& second) {
+    WideBits pairs;
+    memcpy(&pairs, at, sizeof pairs);
+    first = (Wide)(pairs << 16);
+    second = (Wide)(pairs & 0xffff0000);
 }
-inline void load_pairs(const float* at, V16& first, V16& second) {
-    for (int i = 0; i < LANE; i++) first[i] = at[2 * i], second[i] = at[2 * i + 1];
+inline void load_pairs(const float* at, Wide& first, Wide& second) {
+    for (int i = 0; i < WIDE; i++) first[i] = at[2 * i], second[i] = at[2 * i + 1];
 }
 
 // A product rounded to the type of x as torch rounds it, before anything is added.
-inline V16 product_of(V16 a, V16 b, const uint16_t*) { return rounded(a * b); }
-inline V16 product_of(V16 a, V16 b, const float*) {
-    V16 product = a * b;
+inline Wide product_of(Wide a, Wide b, const uint16_t*) { return rounded(a * b); }
+inline Wide product_of(Wide a, Wide b, const float*) {
+    Wide product = a * b;
     asm("" : "+m"(product));  // no fused addition
     return product;
 }
@@ -225,12 +229,12 @@ template <class T> inline void rotate_token(const RotateTask<T>& r, int64_t sequ
     const T* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
     T* out = r.out + (sequence * r.tokens + token) * r.heads * r.head_dim;
     for (int64_t head = 0; head < r.heads; head++, x += r.head_dim, out += r.head_dim) {
-        for (int64_t i = 0; i < r.half; i += LANE) {
-            V16 first = load16(x + i), second = load16(x + r.half + i);
+        for (int64_t i = 0; i < r.half; i += WIDE) {
+            Wide first = wide(x + i), second = wide(x + r.half + i);
             if (r.interleaved) load_pairs(x + 2 * i, first, second);
-            const V16 c = load16(r.cos + token * r.half + i), s = load16(r.sin + token * r.half + i);
-            store16(out + i, product_of(first, c, x) - product_of(second, s, x));
-            store16(out + r.half + i, product_of(second, c, x) + product_of(first, s, x));
+            const Wide c = wide(r.cos + token * r.half + i), s = wide(r.sin + token * r.half + i);
+            put(out + i, product_of(first, c, x) - product_of(second, s, x));
+            put(out + r.half + i, product_of(second, c, x) + product_of(first, s, x));
         }
         memcpy(out + 2 * r.half, x + 2 * r.half, size_t(r.head_dim - 2 * r.half) * sizeof(T));
     }

@@ -26,21 +26,38 @@ inline V16 load16(const uint16_t* at) {
     memcpy(&half, at, 32);
     return (V16)(__builtin_convertvector(half, Word) << 16);
 }
+// op(the machine's vectors of x...), for vectors that are wider: compilers compare and choose those number by number.
+template <class Op, class V, class... More> inline __attribute__((always_inline)) V in_parts(Op op, const V& x, const More&... more) {
+    V y;
+    for (int from = 0; from < int(sizeof y); from += VECTOR) {
+        const auto part = [from](const V& v) __attribute__((always_inline)) {
+            Floats floats;
+            memcpy(&floats, reinterpret_cast<const char*>(&v) + from, sizeof floats);
+            return floats;
+        };
+        const Floats result = op(part(x), part(more)...);
+        memcpy(reinterpret_cast<char*>(&y) + from, &result, sizeof result);
+    }
+    return y;
+}
+
 // e^x for x <= 0, to 2 units in the last place; below -87 it is 0.
-inline V16 exponential(V16 x) {
-    const V16 zero = {}, floor = zero - 87.0f, magic = zero + 12582912.0f;
-    const I16 underflow = x < floor;
+template <class V> inline V exponential(V x) {
+    if constexpr (sizeof x > VECTOR) return in_parts([](Floats part) { return exponential(part); }, x);
+    const V zero = {}, floor = zero - 87.0f, magic = zero + 12582912.0f;
+    const auto underflow = x < floor;
     x = underflow ? floor : x;
-    const V16 shifted = x * 1.44269504f + magic, n = shifted - magic;
-    const V16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    V16 y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    const V shifted = x * 1.44269504f + magic, n = shifted - magic;
+    const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    V y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    const I16 power = ((I16)shifted - (I16)magic + 127) << 23;
-    const V16 result = y * (V16)power;
+    typedef decltype(x < x) Bits;
+    const Bits power = ((Bits)shifted - (Bits)magic + 127) << 23;
+    const V result = y * (V)power;
     return underflow ? zero : result;
 }
 
