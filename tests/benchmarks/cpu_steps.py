@@ -1,6 +1,6 @@
-"""Times the native steps between products for a single row, and compares with torch.
+"""Times the native steps between products, and compares with torch.
 
-    PYTHONPATH=.links python -m tests.benchmarks.cpu_steps [--hidden 1024] [--mlp 2816] [--rounds 200]
+    PYTHONPATH=.links python -m tests.benchmarks.cpu_steps [--tokens 1] [--hidden 1024] [--mlp 2816] [--rounds 200]
 
 Before each step a product of [--hidden, --mlp] runs with different weights, which evicts the step's data from the
 caches. Steps alternate, so that load from other processes affects all of them. Prints microseconds, the medians of
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
     native_rms_norm,
@@ -27,16 +28,16 @@ from mycli.runtime.kernels.reference import gelu_multiply, rms_norm, rotate_head
 HEADS, HEAD_DIM = 8, 128
 BESIDE = 64 << 20  # bytes of weights that alternate: more than the caches of most processors
 
-Step = Callable[[], Tensor | str]
+Step = Callable[[], Tensor | Declined]
 
 
-def steps(hidden: int, mlp: int) -> dict[str, tuple[Step, Step]]:
+def steps(tokens: int, hidden: int, mlp: int) -> dict[str, tuple[Step, Step]]:
     """Return each step as a native and as a torch call."""
-    x, heads = torch.randn(1, hidden).bfloat16(), torch.randn(1, 1, HEADS, HEAD_DIM).bfloat16()
-    gated = torch.randn(1, 2 * mlp).bfloat16()
+    x, heads = torch.randn(tokens, hidden).bfloat16(), torch.randn(1, tokens, HEADS, HEAD_DIM).bfloat16()
+    gated = torch.randn(tokens, 2 * mlp).bfloat16()
     gain, head_gain = 1 + torch.randn(hidden) * 0.1, 1 + torch.randn(HEAD_DIM) * 0.1
     short = gain.bfloat16()
-    cos, sin = torch.randn(2, 1, HEAD_DIM // 2).bfloat16()
+    cos, sin = torch.randn(2, tokens, HEAD_DIM // 2).bfloat16()
     return {
         f"RMSNorm of {hidden}, bf16 gain": (
             lambda: native_rms_norm(x, short, 1e-6),
@@ -72,18 +73,19 @@ def medians(runs: dict[str, tuple[Step, Step]], before: list[Tensor], rounds: in
 def main() -> None:
     """Print one line for each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--mlp", type=int, default=2816)
     parser.add_argument("--rounds", type=int, default=200)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
-    runs = steps(given.hidden, given.mlp)
+    runs = steps(given.tokens, given.hidden, given.mlp)
     for name, (native, _) in runs.items():
-        if isinstance(reason := native(), str):
-            raise SystemExit(f"{name}: not native here: {reason}")
+        if isinstance(reason := native(), Declined):
+            raise SystemExit(f"{name}: not native here: {reason.code}")
     count = -(-BESIDE // (2 * given.hidden * given.mlp))
     before = [torch.randn(given.mlp, given.hidden).bfloat16() for _ in range(count)]
-    print(f"one row, {torch.get_num_threads()} threads; microseconds, medians of {given.rounds}")
+    print(f"tokens: {given.tokens}, {torch.get_num_threads()} threads; microseconds, medians of {given.rounds}")
     for name, (native_time, torch_time) in medians(runs, before, given.rounds).items():
         print(f"{name:28} native {native_time:7.1f}  torch {torch_time:7.1f}  {torch_time / native_time:5.2f}x")
 
