@@ -9,35 +9,40 @@
 
 namespace {
 
-// The index of the first of the largest of n logits; -1 if a logit is NaN or +inf, or all are -inf. some(i):
-// LANE logits from i; one(i): one.
-template <class Some, class One> inline int64_t likeliest_of(int64_t n, Some some, One one) {
+// The largest of n logits; -inf if one is NaN or +inf. some(i): WIDE logits from i; one(i): one.
+template <class Some, class One> inline float largest_of(int64_t n, Some some, One one) {
     const float none = -__builtin_inff();
-    const int64_t whole = n / LANE * LANE;
-    V16 most = V16{} + none;
-    I16 odd = {};
-    for (int64_t i = 0; i < whole; i += LANE) {
-        const V16 x = some(i);
+    Wide most = spread(none);
+    WideInt odd = {};
+    int64_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const Wide x = some(i);
         most = x > most ? x : most;
         odd |= x != x;
     }
     float largest = none;
     bool number = true;
-    for (int64_t lane = 0; lane < LANE; lane++) {
+    for (int lane = 0; lane < WIDE; lane++) {
         number &= !odd[lane];
         largest = std::max(largest, most[lane]);
     }
-    for (int64_t i = whole; i < n; i++) {
+    for (; i < n; i++) {
         number &= one(i) == one(i);
         largest = std::max(largest, one(i));
     }
-    if (!number || largest == none || largest == -none) return -1;
+    return number && largest != -none ? largest : none;
+}
+
+// The index of the first of the largest of n logits; -1 if a logit is NaN or +inf, or all are -inf.
+template <class Some, class One> inline int64_t likeliest_of(int64_t n, Some some, One one) {
+    const float largest = largest_of(n, some, one);
+    if (largest == -__builtin_inff()) return -1;
     int64_t first = 0;
     while (one(first) != largest) first++;
     return first;
 }
 inline int64_t likeliest(const float* logits, int64_t n) {
-    return likeliest_of(n, [=](int64_t i) { return load16(logits + i); }, [=](int64_t i) { return logits[i]; });
+    return likeliest_of(n, [=](int64_t i) { return wide(logits + i); }, [=](int64_t i) { return logits[i]; });
 }
 
 // Writes the softmax of logits [n] (-inf: excluded) to `out` and returns the token at which its running fp64 sum passes `number`,
@@ -46,22 +51,11 @@ inline int64_t softmax_draw(const float* logits, int64_t n, double number, float
     typedef double D16 __attribute__((vector_size(128), aligned(64)));
     constexpr int64_t BLOCK = 256;
     const float none = -__builtin_inff();
+    const float largest = largest_of(n, [=](int64_t i) { return wide(logits + i); }, [=](int64_t i) { return logits[i]; });
+    if (largest == none) return n;
     const int64_t whole = n / LANE * LANE;
     V16 tail = V16{} + none;
     memcpy(&tail, logits + whole, (n - whole) * sizeof(float));
-    V16 most = tail;
-    I16 odd = tail != tail;
-    for (int64_t i = 0; i < whole; i += LANE) {
-        const V16 x = load16(logits + i);
-        most = x > most ? x : most;
-        odd |= x != x;
-    }
-    float largest = none;
-    for (int64_t lane = 0; lane < LANE; lane++) {
-        if (odd[lane]) return n;
-        largest = std::max(largest, most[lane]);
-    }
-    if (largest == none || largest == -none) return n;
     std::vector<double> sums((n + BLOCK - 1) / BLOCK);
     double total = 0;
     for (int64_t first = 0; first < n; first += BLOCK) {

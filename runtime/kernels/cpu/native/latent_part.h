@@ -63,8 +63,7 @@ struct LatentRun {
         if (!scale) return query;
         uint16_t* to = scratch.take(rows * width);
         rowwise.each([&](int64_t row) {
-            for (int64_t i = 0; i < width; i += LANE)
-                store16(to + row * width + i, load16(query + row * stride + i) * from_bf16(scale[at[row]]));
+            for (int64_t i = 0; i < width; i += WIDE) put(to + row * width + i, wide(query + row * stride + i) * from_bf16(scale[at[row]]));
         });
         stride = width;
         return to;

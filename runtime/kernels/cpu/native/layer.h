@@ -167,7 +167,7 @@ struct AttentionRun {
         if (!scale) return x;
         uint16_t* to = scratch.take(rowwise.rows * width);
         rowwise.each([&](int64_t row) {
-            for (int64_t i = row * width; i < (row + 1) * width; i += LANE) store16(to + i, load16(x + i) * from_bf16(scale[at[row]]));
+            for (int64_t i = row * width; i < (row + 1) * width; i += WIDE) put(to + i, wide(x + i) * from_bf16(scale[at[row]]));
         });
         return to;
     }

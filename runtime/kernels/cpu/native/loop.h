@@ -24,13 +24,13 @@ struct Loop {
 inline void embed(const Loop& loop, int64_t token, uint16_t* x) {
     const uint16_t* row = loop.embedding + token * loop.hidden;
     if (loop.embedding_scale == 1) memcpy(x, row, size_t(loop.hidden) * 2);
-    else for (int64_t i = 0; i < loop.hidden; i += LANE) store16(x + i, load16(row + i) * loop.embedding_scale);
+    else for (int64_t i = 0; i < loop.hidden; i += WIDE) put(x + i, wide(row + i) * loop.embedding_scale);
 }
 
 // `likeliest` of bf16 logits, which are scaled in fp32.
 inline int64_t choose(const Loop& loop, const uint16_t* logits) {
     const float scale = loop.logit_scale;
-    return likeliest_of(loop.choices, [=](int64_t i) { return load16(logits + i) * scale; },
+    return likeliest_of(loop.choices, [=](int64_t i) { return wide(logits + i) * scale; },
                         [=](int64_t i) { return from_bf16(logits[i]) * scale; });
 }
 

@@ -10,8 +10,6 @@
 
 namespace {
 
-inline void put16(uint16_t* at, V16 v) { store16(at, v); }
-inline void put16(float* at, V16 v) { memcpy(at, &v, 64); }
 inline V16 silu(V16 v) { return times_sigmoid(v, v); }
 
 struct Runs {  // mirrored by recurrent.py; all sequences of a pass
@@ -47,7 +45,7 @@ template <class T> inline void convolve_block(const Convolution& c, V16* ring, i
             sum += ring[at] * weight[i];
             at = at + 1 == c.taps ? 0 : at + 1;
         }
-        put16(static_cast<T*>(c.y) + row * c.channels + channel, c.silu ? silu(sum) : sum);
+        store16(static_cast<T*>(c.y) + row * c.channels + channel, c.silu ? silu(sum) : sum);
         oldest = oldest + 1 == c.taps ? 0 : oldest + 1;
     }
 }
@@ -68,7 +66,7 @@ template <class T> void convolve_channels(const Runs& r, const Convolution& c, i
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t b = 0; b < blocks; b++)
-        for (int64_t i = 0; i < before; i++) put16(state + i * c.channels + b * LANE, ring[b][(oldest + i) % c.taps]);
+        for (int64_t i = 0; i < before; i++) store16(state + i * c.channels + b * LANE, ring[b][(oldest + i) % c.taps]);
 }
 
 struct Delta {  // mirrored by recurrent.py
@@ -108,7 +106,7 @@ template <class T> void channel_decays(const Delta& d, const T* a, float* out) {
     for (int64_t head = 0; head < d.heads; head++)
         for (int64_t i = head * d.key_dim; i < (head + 1) * d.key_dim; i += LANE) {
             const V16 step = load16(a + i) + load16(d.dt_bias + i), rate = V16{} + d.rate[head];
-            put16(out + i, exponential(d.floor != 0.0f ? times_sigmoid(V16{} + d.floor, -rate * step) : rate * softplus(step)));
+            store16(out + i, exponential(d.floor != 0.0f ? times_sigmoid(V16{} + d.floor, -rate * step) : rate * softplus(step)));
         }
 }
 
@@ -126,7 +124,7 @@ template <class T> void delta_inputs(const Delta& d, int64_t row) {
         float scale = 1.0f / sqrtf(sum_of(sum) + 1e-6f);
         if (head < d.key_heads) scale /= sqrtf(float(d.key_dim));
         for (int64_t i = 0; i < d.key_dim; i += LANE)
-            put16(out + head * d.key_dim + i, load16(x + head * d.key_dim + i) * scale);
+            store16(out + head * d.key_dim + i, load16(x + head * d.key_dim + i) * scale);
     }
     const T* gates = static_cast<const T*>(d.gates) + row * d.stride;
     float *decays = out + 2 * width, *betas = decays + d.decays();
@@ -172,12 +170,12 @@ template <class T, int B, bool BY_CHANNEL> void delta_columns(const Runs& r, con
                     read[j][b] += s[i + j][b] * query[i + j];
                 }
         for (int b = 0; b < B; b++)
-            put16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column + b * LANE,
+            store16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column + b * LANE,
                   (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]));
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < d.key_dim; i++)
-        for (int b = 0; b < B; b++) put16(state + i * d.value_dim + b * LANE, s[i][b]);
+        for (int b = 0; b < B; b++) store16(state + i * d.value_dim + b * LANE, s[i][b]);
 }
 
 struct GatedNorm {  // mirrored by recurrent.py
@@ -201,7 +199,7 @@ template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
         }
         const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
         for (int64_t i = 0; i < n.size; i += LANE)
-            put16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) *
+            store16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) *
                   times_sigmoid(n.silu ? load16(gate + i) : V16{} + 1.0f, load16(gate + i)));
     }
 }
@@ -224,7 +222,7 @@ template <class T> void scan_inputs(const Scan& s, int64_t row) {
     const T* x = static_cast<const T*>(s.x) + row * (inner + width) + inner;
     const T* steps = static_cast<const T*>(s.steps) + row * s.stride;
     float* out = s.scratch + row * (width + 2 * s.heads);
-    for (int64_t i = 0; i < width; i += LANE) put16(out + i, load16(x + i));
+    for (int64_t i = 0; i < width; i += LANE) store16(out + i, load16(x + i));
     if (s.by_channel) return;  // the steps of 16 columns are computed with these
     for (int64_t head = 0; head < s.heads; head++) {
         const float t = number(steps[head]) + s.dt_bias[head];
@@ -256,12 +254,12 @@ template <class T, int B> void scan_columns(const Runs& r, const Scan& s, int64_
                     read[j][b] += at[i + j][b] * query[i + j];
                 }
         for (int b = 0; b < B; b++)
-            put16(static_cast<T*>(s.y) + row * inner + head * s.head_dim + column + b * LANE,
+            store16(static_cast<T*>(s.y) + row * inner + head * s.head_dim + column + b * LANE,
                   (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * s.skip[head]);
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < s.state_dim; i++)
-        for (int b = 0; b < B; b++) put16(state + i * s.head_dim + b * LANE, at[i][b]);
+        for (int b = 0; b < B; b++) store16(state + i * s.head_dim + b * LANE, at[i][b]);
 }
 
 // As `scan_columns`, by channel: in vectors of columns, whose steps and rates differ.
@@ -289,12 +287,12 @@ template <class T, int B> void scan_channels(const Runs& r, const Scan& s, int64
                     read[j][b] += at[i + j][b] * query[i + j];
                 }
         for (int b = 0; b < B; b++)
-            put16(static_cast<T*>(s.y) + row * s.head_dim + column + b * LANE,
+            store16(static_cast<T*>(s.y) + row * s.head_dim + column + b * LANE,
                   (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * skip[b]);
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < s.state_dim; i++)
-        for (int b = 0; b < B; b++) put16(state + i * s.head_dim + b * LANE, at[i][b]);
+        for (int b = 0; b < B; b++) store16(state + i * s.head_dim + b * LANE, at[i][b]);
 }
 
 struct GroupNorm {  // mirrored by recurrent.py
@@ -317,7 +315,7 @@ template <class T> void group_norm_row(const GroupNorm& n, int64_t row) {
         }
         const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
         for (int64_t i = 0; i < n.size; i += LANE)
-            put16(static_cast<T*>(n.y) + at + i, load16(x + i) * silu(load16(gate + i)) * root * load16(gain + i));
+            store16(static_cast<T*>(n.y) + at + i, load16(x + i) * silu(load16(gate + i)) * root * load16(gain + i));
     }
 }
 

@@ -278,8 +278,7 @@ struct RecurrentRun {
         const auto multiplied = [&](int64_t first, const uint16_t* by, int64_t stride, uint16_t* y) {
             rowwise.each([&](int64_t row) {
                 const uint16_t* gate = projected + row * width + first;
-                for (int64_t i = 0; i < channels; i += LANE)
-                    store16(y + row * channels + i, load16(gate + i) * load16(by + row * stride + i));
+                for (int64_t i = 0; i < channels; i += WIDE) put(y + row * channels + i, wide(gate + i) * wide(by + row * stride + i));
             });
         };
         multiplied(0, projected + 2 * channels, width, mixed);

@@ -8,8 +8,6 @@
 
 namespace {
 
-typedef uint32_t U16 __attribute__((vector_size(64), aligned(64)));
-
 // Rounds to bf16, to nearest, ties to even; NaN stays NaN.
 template <class V> inline V rounded(V v) {
     if constexpr (sizeof v > VECTOR) return in_parts([](Floats part) { return rounded(part); }, v);
@@ -19,11 +17,8 @@ template <class V> inline V rounded(V v) {
 }
 
 inline void store16(uint16_t* at, V16 v) {
-    typedef uint16_t Half __attribute__((vector_size(32)));
-    const Half half = __builtin_convertvector((U16)rounded(v) >> 16, Half);
-    memcpy(at, &half, 32);
+    for (int i = 0; i < LANE; i += WIDE) put(at + i, wide(reinterpret_cast<const float*>(&v) + i));
 }
-
 inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
 
 // Adds row `more` to row `at`.
@@ -151,13 +146,23 @@ template <class V, class T> inline V clamped_swiglu(V gate, V up, const T* x) {
     const V open = rounded_as(times_sigmoid(one, rounded_as(low * 1.702f, x)), x);
     return rounded_as(within + 1.0f, x) * rounded_as(low * open, x);
 }
-// The same of a row in which gate and up alternate.
+// Adjacent pairs, their first and their second values.
+inline void load_pairs(const uint16_t* at, Wide& first, Wide& second) {
+    WideBits pairs;
+    memcpy(&pairs, at, sizeof pairs);
+    first = (Wide)(pairs << 16);
+    second = (Wide)(pairs & 0xffff0000);
+}
+inline void load_pairs(const float* at, Wide& first, Wide& second) {
+    for (int i = 0; i < WIDE; i++) first[i] = at[2 * i], second[i] = at[2 * i + 1];
+}
+
+// clamped_swiglu of a row in which gate and up alternate, and of one in which they are halves.
 template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
-    const I16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    for (int64_t i = 0; i < size; i += LANE) {
-        const V16 first = load16(x + 2 * i), second = load16(x + 2 * i + LANE);
-        const V16 gate = __builtin_shuffle(first, second, even), up = __builtin_shuffle(first, second, even + 1);
-        store16(y + i, clamped_swiglu(gate, up, x));
+    for (int64_t i = 0; i < size; i += WIDE) {
+        Wide gate, up;
+        load_pairs(x + 2 * i, gate, up);
+        put(y + i, clamped_swiglu(gate, up, x));
     }
 }
 template <class T> inline void clamped_halves(const T* x, int64_t size, T* y) {
@@ -204,17 +209,6 @@ template <class T> struct RotateTask {  // mirrored by build.py
     int64_t sequences, tokens, heads, head_dim, half, sequence_stride, token_stride;
     int32_t interleaved;  // pairs are (2i, 2i + 1) in x, not (i, i + half); in out they are (i, i + half)
 };
-
-// Adjacent pairs, their first and their second values.
-inline void load_pairs(const uint16_t* at, Wide& first, Wide& second) {
-    WideBits pairs;
-    memcpy(&pairs, at, sizeof pairs);
-    first = (Wide)(pairs << 16);
-    second = (Wide)(pairs & 0xffff0000);
-}
-inline void load_pairs(const float* at, Wide& first, Wide& second) {
-    for (int i = 0; i < WIDE; i++) first[i] = at[2 * i], second[i] = at[2 * i + 1];
-}
 
 // A product rounded to the type of x as torch rounds it, before anything is added.
 inline Wide product_of(Wide a, Wide b, const uint16_t*) { return rounded(a * b); }

@@ -250,10 +250,10 @@ struct WeightedSum {  // mirrored by experts.py
 template <class T> inline void sum_token(const WeightedSum& s, int64_t token) {
     const T* x = static_cast<const T*>(s.x);
     T* y = static_cast<T*>(s.y) + token * s.size;
-    for (int64_t i = 0; i < s.size; i += LANE) {
-        V16 total = {};
-        for (int64_t j = token * s.top; j < (token + 1) * s.top; j++) total += load16(x + s.places[j] * s.size + i) * s.weights[j];
-        store16(y + i, total);
+    for (int64_t i = 0; i < s.size; i += WIDE) {
+        Wide total = {};
+        for (int64_t j = token * s.top; j < (token + 1) * s.top; j++) total += wide(x + s.places[j] * s.size + i) * s.weights[j];
+        put(y + i, total);
     }
 }
 
