@@ -10,8 +10,6 @@
 
 namespace {
 
-inline V16 silu(V16 v) { return times_sigmoid(v, v); }
-
 struct Runs {  // mirrored by recurrent.py; all sequences of a pass
     const int32_t* starts;  // [runs + 1]: sequence s has the rows starts[s] .. starts[s + 1]
     const int32_t* slots;   // [runs]: slot of the state
@@ -171,7 +169,7 @@ template <class T, int B, bool BY_CHANNEL> void delta_columns(const Runs& r, con
                 }
         for (int b = 0; b < B; b++)
             store16(static_cast<T*>(d.y) + row * values + head * d.value_dim + column + b * LANE,
-                  (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]));
+                    (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]));
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < d.key_dim; i++)
@@ -200,7 +198,7 @@ template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
         const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
         for (int64_t i = 0; i < n.size; i += LANE)
             store16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) *
-                  times_sigmoid(n.silu ? load16(gate + i) : V16{} + 1.0f, load16(gate + i)));
+                    times_sigmoid(n.silu ? load16(gate + i) : V16{} + 1.0f, load16(gate + i)));
     }
 }
 
@@ -255,7 +253,7 @@ template <class T, int B> void scan_columns(const Runs& r, const Scan& s, int64_
                 }
         for (int b = 0; b < B; b++)
             store16(static_cast<T*>(s.y) + row * inner + head * s.head_dim + column + b * LANE,
-                  (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * s.skip[head]);
+                    (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * s.skip[head]);
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < s.state_dim; i++)
@@ -288,7 +286,7 @@ template <class T, int B> void scan_channels(const Runs& r, const Scan& s, int64
                 }
         for (int b = 0; b < B; b++)
             store16(static_cast<T*>(s.y) + row * s.head_dim + column + b * LANE,
-                  (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * skip[b]);
+                    (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * skip[b]);
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t i = 0; i < s.state_dim; i++)

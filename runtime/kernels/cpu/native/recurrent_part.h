@@ -216,7 +216,7 @@ struct RecurrentRun {
         const GroupNorm n{read, part.gated_norm.gain, projected, normed, rows, part.norm_groups, inner / part.norm_groups, width,
                           part.gated_norm.eps};
         if (part.gated_norm.gain) group_norm_rows<uint16_t>(n, threads_for(rows * inner));
-        else rowwise.each([&](int64_t row) { gate_row(projected + row * width, read + row * inner, inner, normed + row * inner, silu_of); });
+        else rowwise.each([&](int64_t row) { gate_row(projected + row * width, read + row * inner, inner, normed + row * inner, silu<Wide>); });
         return rowwise.multiply(part.out, normed, output, spare) ? 0 : 1;
     }
 
@@ -259,7 +259,7 @@ struct RecurrentRun {
                      INFINITY, 1};
         scan_rows<uint16_t>(runs(), s, threads_for(rows * channels * states_width));
         rowwise.each([&](int64_t row) {
-            gate_row(projected + row * width + channels, read + row * channels, channels, gated + row * channels, silu_of);
+            gate_row(projected + row * width + channels, read + row * channels, channels, gated + row * channels, silu<Wide>);
         });
         return rowwise.multiply(part.out, gated, output, spare) ? 0 : 1;
     }

@@ -127,7 +127,7 @@ template <class V> inline V rounded_as(V v, const float*) { return v; }
 template <class T, class Active> inline void gate_row(const T* gate, const T* up, int64_t size, T* y, Active active) {
     for (int64_t i = 0; i < size; i += WIDE) put(y + i, rounded_as(active(wide(gate + i)), y) * wide(up + i));
 }
-inline Wide silu_of(Wide gate) { return times_sigmoid(gate, gate); }
+template <class V> inline V silu(V v) { return times_sigmoid(v, v); }
 // ReLU(x)^2; NaN stays NaN.
 template <class V> inline V relu_square(V v) {
     if constexpr (sizeof v > VECTOR) return in_parts([](Floats part) { return relu_square(part); }, v);
@@ -176,7 +176,7 @@ template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t s
     if (gate_type == GELU_ALONE) return activate_row(x, size, y, gelu<Wide>);
     if (gate_type == GATED_RELU_SQUARE) return gate_row(x, x + size, size, y, relu_square<Wide>);
     if (gate_type == GELU_TANH) return gate_row(x, x + size, size, y, gelu_tanh);
-    gate_row(x, x + size, size, y, silu_of);
+    gate_row(x, x + size, size, y, silu<Wide>);
 }
 inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row, int64_t size, void* y) {
     const int64_t from = row * gate_inputs(gate_type, size);

@@ -1,4 +1,4 @@
-// Vectors of floats: of 16, which compilers map to the machine's instructions, and of its own width, where speed matters.
+// Vectors of floats: of 16, so that sums have one order everywhere, and of the machine's own width, where speed matters.
 
 #pragma once
 
@@ -26,7 +26,8 @@ inline V16 load16(const uint16_t* at) {
     memcpy(&half, at, 32);
     return (V16)(__builtin_convertvector(half, Word) << 16);
 }
-// op(the machine's vectors of x...), for vectors that are wider: compilers compare and choose those number by number.
+// Applies `op` to each part of x that fills a vector of the machine: GCC compiles comparisons and selections of wider vectors number
+// by number.
 template <class Op, class V, class... More> inline __attribute__((always_inline)) V in_parts(Op op, const V& x, const More&... more) {
     V y;
     for (int from = 0; from < int(sizeof y); from += VECTOR) {
