@@ -388,8 +388,11 @@ def _check_attention(spec: AttentionSpec | LatentAttentionSpec) -> None:
             f"config.json: num_key_value_heads {spec.kv_heads} does not divide num_attention_heads {spec.heads}",
             "the file may be damaged",
         )
-    if spec.head_dim % 2 or (spec.rope is not None and spec.rope.dim % 2):
+    if spec.head_dim % 2:
         raise ModelError(f"config.json: head_dim {spec.head_dim} is odd; rotary embedding rotates pairs of values", "")
+    if spec.rope is not None and spec.rope.dim % 2:
+        share = f"{spec.rope.dim} of {spec.head_dim} values of a head"
+        raise ModelError(f"config.json: partial_rotary_factor rotates {share}; rotary embedding rotates pairs", "")
     if spec.rope is not None and spec.rope.scaling.kind == "longrope":
         for key, factors in (
             ("short_factor", spec.rope.scaling.short_factors),

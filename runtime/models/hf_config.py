@@ -47,6 +47,16 @@ def with_defaults(raw: Fields, **defaults: Any) -> Fields:
     return Fields({**defaults, **raw.values}, raw.source)
 
 
+def with_epsilon(raw: Fields, key: str, default: float = 1e-5) -> Fields:
+    """Return `raw` with the epsilon of norms, `key` in the family's files, as `rms_norm_eps`.
+
+    Raises ModelError if the file has both and they differ.
+    """
+    common = raw.number("rms_norm_eps", default, low=1e-30, high=1.0)
+    epsilon = raw.number(key, common, low=1e-30, high=1.0)
+    return renamed(Fields({**raw.values, key: epsilon}, raw.source), {key: "rms_norm_eps"})
+
+
 def with_default_rope(raw: Fields, rope: Mapping[str, Any]) -> Fields:
     """Return `raw` with `rope` as `rope_parameters` where the config has no rope section."""
     return raw if has_rope(raw) else Fields({**raw.values, "rope_parameters": rope}, raw.source)
@@ -208,6 +218,12 @@ def _windows(raw: Fields, sliding: Collection[bool], window: int | None) -> tupl
     if window is None:
         raise raw.fail("layer_types", "has sliding_attention, but sliding_window is missing")
     return tuple(window if slides else None for slides in sliding)
+
+
+def optional_window(raw: Fields, default: int) -> int | None:
+    """Return `sliding_window`: `default` if it is absent, None if it is null."""
+    raw = with_defaults(raw, sliding_window=default)
+    return raw.integer("sliding_window") if raw.has("sliding_window") else None
 
 
 def mistral_windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:

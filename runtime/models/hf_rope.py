@@ -47,7 +47,11 @@ def _section(raw: Fields) -> Fields:
     keys = _keys(raw)
     if len(keys) == 2 and raw.values[keys[0]] != raw.values[keys[1]]:
         raise raw.fail("rope_parameters", "and rope_scaling are both given and differ", "keep one")
-    return raw.object(keys[0] if keys else "rope_scaling")
+    section, key = raw.object(keys[0] if keys else "rope_scaling"), "original_max_position_embeddings"
+    if section.values and raw.has(key) and not _differs_by_layer_type(section):
+        # At the top level, as in Phi 3's files, it counts before the section's.
+        section = Fields({**section.values, key: raw.values[key]}, section.source)
+    return section
 
 
 def _differs_by_layer_type(section: Fields) -> bool:
@@ -127,6 +131,8 @@ def _read(section: Fields, raw: Fields, handled: Collection[str]) -> ThetaAndSca
     kinds = (*_KINDS, *(name for name in _FAMILY_KINDS if name in handled))
     if kind not in kinds:
         raise section.fail("rope_type", f"{kind!r} is not supported", f"supported: {', '.join(kinds)}")
+    if kind == "yarn" and theta == 1.0:
+        raise theta_source.fail("rope_theta", "must not be 1 with yarn, which divides by its logarithm")
     return theta, _scaling(kind, section, raw)  # type: ignore[arg-type]  # narrowed by the test above
 
 
@@ -161,9 +167,7 @@ def _scaling(kind: RopeKind, section: Fields, raw: Fields) -> RopeScaling:
 
 
 def _longrope(section: Fields, raw: Fields) -> RopeScaling:
-    # The top level counts before the section: Phi-3's files have original_max_position_embeddings there.
-    source = raw if raw.has("original_max_position_embeddings") else section
-    original = source.integer("original_max_position_embeddings", trained_context(raw), low=2)
+    original = section.integer("original_max_position_embeddings", trained_context(raw), low=2)
     factor = section.number("factor", trained_context(raw) / original, low=1e-3, high=1e6)
     # arXiv 2402.13753
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

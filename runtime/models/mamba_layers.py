@@ -117,11 +117,11 @@ def without_attention(
     raw: Fields, inner: int, build_layer: Callable[[ModelConfig, int], LayerSpec], **defaults: Any
 ) -> ModelConfig:
     """Return the config of a model of mixers alone. inner: the width of a mixer; defaults: the family's."""
+    raw = hf_config.with_epsilon(raw, "layer_norm_epsilon")
     # `common` requires fields of attention and MLPs. The model has neither, so their values are never used.
     fields = hf_config.common(
         Fields(
             {
-                "rms_norm_eps": raw.number("layer_norm_epsilon", 1e-5, low=1e-30, high=1.0),
                 "max_position_embeddings": _CONTEXT,
                 **defaults,
                 **{

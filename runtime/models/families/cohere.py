@@ -20,10 +20,8 @@ def normed_layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    eps = raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0)
-    raw = hf_config.with_defaults(
-        raw, tie_word_embeddings=True, logit_scale=0.0625, rms_norm_eps=eps, rope_theta=500000.0
-    )
+    raw = hf_config.with_epsilon(raw, "layer_norm_eps")
+    raw = hf_config.with_defaults(raw, tie_word_embeddings=True, logit_scale=0.0625, rope_theta=500000.0)
     fields = hf_config.common(raw, handled=("logit_scale",))
     return ModelConfig(
         **fields,

@@ -15,13 +15,8 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(
-        raw,
-        sliding_window=4096,
-        tie_word_embeddings=True,
-        logit_scale=0.0625,
-        rms_norm_eps=raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0),
-    )
+    raw = hf_config.with_epsilon(raw, "layer_norm_eps")
+    raw = hf_config.with_defaults(raw, sliding_window=4096, tie_word_embeddings=True, logit_scale=0.0625)
     fields = hf_config.common(raw, handled=("logit_scale",))
     period = raw.integer("sliding_window_pattern", 4)
     sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period))

@@ -56,9 +56,10 @@ def read(raw: Fields) -> ModelConfig:
     large = raw.boolean("new_decoder_architecture", False)
     if not large:
         hf_config.require(raw, multi_query=True, parallel_attn=True)
+    if not raw.has("intermediate_size"):  # absent or null
+        raw = Fields({**raw.values, "intermediate_size": 4 * raw.integer("hidden_size")}, raw.source)
     raw = hf_config.with_defaults(
         raw,
-        intermediate_size=4 * raw.integer("hidden_size"),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=11,

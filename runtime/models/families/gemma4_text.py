@@ -117,9 +117,12 @@ def _full_heads(raw: Fields, slides: tuple[bool, ...], kv_heads: int, keys_are_v
         has_heads = raw.has("num_global_key_value_heads") and keys_are_values
         heads = raw.integer("num_global_key_value_heads", high=1 << 16) if has_heads else kv_heads
         return heads, raw.integer("global_head_dim", 512, high=1 << 16)
+    keys = {int(key): key for key in per_layer.values if key.isdecimal()}  # "05" from eleven layers on
+    if len(keys) < len(per_layer.values):
+        raise raw.fail("per_layer_config", "names something else than layers, or a layer twice")
     sizes = set()
     for index, slide in enumerate(slides):
-        section = per_layer.object(str(index))
+        section = per_layer.object(keys.get(index, str(index)))
         if set(section.values) - {"head_dim", "num_key_value_heads"} or (slide and section.values):
             raise raw.fail("per_layer_config", f"of layer {index} is not supported", UNSUPPORTED_HINT)
         if not slide:

@@ -6,7 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rms_norm_eps=raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0))
+    raw = hf_config.with_epsilon(raw, "layer_norm_eps")
     return ModelConfig(
         **hf_config.common(raw, activations=hf_config.UNGATED_RELU),
         **hf_config.attention_biases(raw, default=True),

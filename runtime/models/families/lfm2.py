@@ -64,8 +64,7 @@ def _intermediate_size(raw: Fields) -> int:
 
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(
-        raw,
-        rms_norm_eps=raw.number("norm_eps", 1e-5, low=1e-30, high=1.0),
+        hf_config.with_epsilon(raw, "norm_eps"),
         num_key_value_heads=8,
         rope_theta=1000000.0,
         max_position_embeddings=128000,

@@ -56,10 +56,9 @@ def _types(raw: Fields, layers: int) -> list[str]:
 
 
 def read(raw: Fields) -> ModelConfig:
-    # transformers writes norm_eps; older files have rms_norm_eps.
-    eps = raw.number("norm_eps", raw.number("rms_norm_eps", 1e-5, low=1e-30, high=1.0), low=1e-30, high=1.0)
+    raw = hf_config.with_epsilon(raw, "norm_eps")
     raw = hf_config.with_defaults(
-        raw, rms_norm_eps=eps, head_dim=128, num_key_value_heads=4, sliding_window=256, tie_word_embeddings=True
+        raw, head_dim=128, num_key_value_heads=4, sliding_window=256, tie_word_embeddings=True
     )
     raw = hf_config.with_default_rope(raw, _ROPE)
     fields = hf_config.common(raw, handled=("rope_parameters", "partial_rotary_factor", "proportional"))

@@ -48,12 +48,17 @@ class MimoLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    window = raw.integer("sliding_window_size") + 1 if raw.has("sliding_window_size") else 129
+    # Published files have this key, which counts first and leaves out the position of the query.
+    if raw.has("sliding_window_size"):
+        raw = Fields({**raw.values, "sliding_window": raw.integer("sliding_window_size") + 1}, raw.source)
     raw = hf_config.with_defaults(
-        raw, head_dim=192, num_key_value_heads=4, sliding_window=window, rms_norm_eps=1e-5, intermediate_size=16384
+        raw, head_dim=192, num_key_value_heads=4, sliding_window=129, rms_norm_eps=1e-5, intermediate_size=16384
     )
     raw = hf_config.with_default_rope(raw, _ROPE)
-    fields = hf_config.common(raw, handled=("rope_parameters", "partial_rotary_factor", *EXPERT_KEYS))
+    # Published files have attention_chunk_size, which no implementation reads.
+    fields = hf_config.common(
+        raw, handled=("rope_parameters", "partial_rotary_factor", "attention_chunk_size", *EXPERT_KEYS)
+    )
     layers, head_dim = fields["layers"], fields["head_dim"]
     sliding = hf_config.layers_of_type(raw, layers, lambda index: index != 0 and (index + 1) % 6 != 0)
     key = "num_local_experts" if raw.has("num_local_experts") else "n_routed_experts"

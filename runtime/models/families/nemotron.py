@@ -7,7 +7,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rms_norm_eps=raw.number("norm_eps", 1e-5, low=1e-30, high=1.0))
+    raw = hf_config.with_epsilon(raw, "norm_eps")
     fields = hf_config.common(raw, handled=("partial_rotary_factor",), activations=hf_config.UNGATED_RELU)
     return ModelConfig(
         **fields,

@@ -89,7 +89,7 @@ def _read_mixture(raw: Fields, layers: int) -> MoeLayers:
 def read(raw: Fields) -> ModelConfig:
     kinds = _read_kinds(raw)
     older = {key: raw.values[name] for key, name in _OLDER.items() if raw.has(name)}
-    raw = Fields({**raw.values, **older}, raw.source)
+    raw = hf_config.with_epsilon(Fields({**raw.values, **older}, raw.source), "layer_norm_epsilon")
     raw = hf_config.with_defaults(
         raw,
         num_attention_heads=32,
@@ -97,7 +97,6 @@ def read(raw: Fields) -> ModelConfig:
         head_dim=128,
         intermediate_size=21504,
         max_position_embeddings=4096,
-        rms_norm_eps=raw.number("layer_norm_epsilon", 1e-5, low=1e-30, high=1.0),
     )
     activation = raw.text("mlp_hidden_act", "relu2")
     raw = Fields({**raw.values, "num_hidden_layers": len(kinds), "hidden_act": activation}, raw.source)

@@ -11,8 +11,8 @@ def windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return the windows: none without `use_sliding_window`, else in the layers from `max_window_layers` on."""
     if not raw.boolean("use_sliding_window", False):
         return hf_config.uniform_windows(raw, fields["layers"], None)
-    window = raw.integer("sliding_window", 4096)
-    if raw.has("layer_types"):
+    window = hf_config.optional_window(raw, 4096)
+    if window is None or raw.has("layer_types"):
         return hf_config.uniform_windows(raw, fields["layers"], window)
     first = raw.integer("max_window_layers", 28, low=0)
     layers = tuple(window if layer >= first else None for layer in range(fields["layers"]))

@@ -15,7 +15,7 @@ def _windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return the windows as Qwen 2 does; without `layer_types`, of every other layer before `max_window_layers`."""
     if not raw.boolean("use_sliding_window", False) or raw.has("layer_types"):
         return qwen2.windows(raw, fields)
-    window, end = raw.integer("sliding_window", 4096), raw.integer("max_window_layers", 28, low=0)
+    window, end = hf_config.optional_window(raw, 4096), raw.integer("max_window_layers", 28, low=0)
     layers = tuple(window if layer < end and layer % 2 == 0 else None for layer in range(fields["layers"]))
     return layers if any(layers) else ()
 

@@ -25,6 +25,6 @@ def read(raw: Fields) -> ModelConfig:
         dense=dense_layers(raw, fields["layers"]),
     )
     # In all layers, unlike Qwen 2 and 3: transformers does not read max_window_layers here.
-    window = raw.integer("sliding_window", 4096) if raw.boolean("use_sliding_window", False) else None
+    window = hf_config.optional_window(raw, 4096) if raw.boolean("use_sliding_window", False) else None
     windows = hf_config.uniform_windows(raw, fields["layers"], window)
     return ModelConfig(**fields, **hf_config.attention_biases(raw), qk_norm=True, windows=windows, build_layer=mixture)

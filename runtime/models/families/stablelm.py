@@ -31,7 +31,7 @@ class StableLmLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rms_norm_eps=raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0))
+    raw = hf_config.with_epsilon(raw, "layer_norm_eps")
     fields = hf_config.common(raw, handled=("partial_rotary_factor",))
     return ModelConfig(
         **fields,

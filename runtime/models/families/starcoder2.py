@@ -16,8 +16,9 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    eps, bias = raw.number("norm_epsilon", 1e-5, low=1e-30, high=1.0), raw.boolean("use_bias", True)
-    raw = hf_config.with_defaults(raw, num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=eps)
+    raw = hf_config.with_epsilon(raw, "norm_epsilon")
+    raw = hf_config.with_defaults(raw, num_key_value_heads=2, tie_word_embeddings=True)
+    bias = raw.boolean("use_bias", True)
     fields = hf_config.common(raw, activations=hf_config.UNGATED_GELU)
     return ModelConfig(
         **fields,
