@@ -17,8 +17,8 @@ template <class Some, class One> inline float largest_of(int64_t n, Some some, O
     int64_t i = 0;
     for (; i + WIDE <= n; i += WIDE) {
         const Wide x = some(i);
-        most = x > most ? x : most;
-        odd |= x != x;
+        most = larger(x, most);
+        odd |= (WideInt)in_parts([](Floats part) { return (Floats)(part != part); }, x);
     }
     float largest = none;
     bool number = true;

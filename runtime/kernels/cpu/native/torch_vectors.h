@@ -19,15 +19,9 @@ template <class V> inline V read(const float* from) {
 }
 template <class V> inline V spread_to(float x) { return V{} + x; }
 template <> inline Wide spread_to<Wide>(float x) { return spread(x); }
-template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
-template <class V> inline V smaller(V a, V b) { return a < b ? a : b; }
 #if defined(__AVX512F__)
-template <> inline Wide larger(Wide a, Wide b) { return _mm512_max_ps(a, b); }
-template <> inline Wide smaller(Wide a, Wide b) { return _mm512_min_ps(a, b); }
 inline bool any(WideInt lanes) { return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes); }
 #elif defined(__AVX2__)
-template <> inline Wide larger(Wide a, Wide b) { return _mm256_max_ps(a, b); }
-template <> inline Wide smaller(Wide a, Wide b) { return _mm256_min_ps(a, b); }
 inline bool any(WideInt lanes) { return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes); }
 #else
 inline bool any(WideInt lanes) {

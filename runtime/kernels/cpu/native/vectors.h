@@ -81,17 +81,9 @@ typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
 typedef uint16_t WideHalf __attribute__((vector_size(WIDE * 2)));
 
 // One rounding if the machine has it; explicit, since a compiler may contract one copy of a sum and not another.
-inline Wide multiply_add(Wide a, Wide b, Wide c) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-    return _mm256_fmadd_ps(a, b, c);
-#elif defined(__aarch64__)
-    for (int i = 0; i < WIDE; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#else
-    return a * b + c;
-#endif
+template <class V> inline V multiply_add(V a, V b, V c) {
+    if constexpr (sizeof a > VECTOR) return in_parts(fused, a, b, c);
+    else return fused(a, b, c);
 }
 inline Wide spread(float x) {
 #if defined(__AVX512F__)
@@ -118,10 +110,14 @@ inline Wide wide(const int8_t* at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
 #elif defined(__AVX2__)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#elif defined(__aarch64__)
+    const int16x8_t words = vmovl_s8(vld1_s8(at));
+    const float32x4_t parts[] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_high_s16(words))};
+    return load_vector<Wide>(parts);
 #else
-    Wide v;
-    for (int i = 0; i < WIDE; i++) v[i] = float(at[i]);
-    return v;
+    typedef int8_t Bytes __attribute__((vector_size(WIDE)));
+    typedef int16_t Words __attribute__((vector_size(WIDE * 2)));
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(load_vector<Bytes>(at), Words), WideInt), Wide);
 #endif
 }
 inline Wide wide(const void* from, int64_t index, int32_t type) {  // `type` of packed_layout.h
@@ -138,10 +134,14 @@ template <class T> inline Wide first_of(const T* at, int64_t count) {
     memcpy(values, at, size_t(count) * sizeof(T));
     return wide(values);
 }
-inline WideHalf to_bf16(Wide v) {  // to nearest, ties to even; NaN stays NaN
-    const WideBits word = (WideBits)v, near = word + 0x7fff + ((word >> 16) & 1);
-    return __builtin_convertvector((v != v ? word | 0x400000 : near) >> 16, WideHalf);
+// The bits of bf16 in the upper half of each lane: to nearest, ties to even; NaN stays NaN.
+template <class V> inline V rounded_to_bf16(V v) {
+    if constexpr (sizeof v > VECTOR) return in_parts([](Floats part) { return rounded_to_bf16(part); }, v);
+    typedef decltype(v != v) Bits;
+    const Bits word = (Bits)v, near = word + 0x7fff + (word >> 16 & 1);
+    return (V)(v != v ? word | 0x400000 : near);
 }
+inline WideHalf to_bf16(Wide v) { return __builtin_convertvector((WideBits)rounded_to_bf16(v) >> 16, WideHalf); }
 inline void put(uint16_t* to, Wide v) {
     const WideHalf half = to_bf16(v);
     memcpy(to, &half, sizeof half);
@@ -158,46 +158,59 @@ inline float total(Wide v) {
 }
 
 // 2^x to 2 units in the last place, 0 below 2^-126; NaN stays NaN. By Cephes' polynomial for exp2f.
-inline Wide power_of_two(Wide x) {
+template <class V> inline V power_of_two(V x) {
+    if constexpr (sizeof x > VECTOR) return in_parts([](Floats part) { return power_of_two(part); }, x);
+    const V zero = {};
 #if defined(__AVX512F__)
-    const Wide n = _mm512_roundscale_ps(x, 0);
+    const V n = _mm512_roundscale_ps(x, 0);
 #else
-    const Wide floor = spread(-126.0f), magic = spread(12582912.0f);
-    const WideInt underflow = x < floor;
+    const V floor = zero - 126.0f, magic = zero + 12582912.0f;
+    const auto underflow = x < floor;
     x = underflow ? floor : x;
-    const Wide shifted = x + magic, n = shifted - magic;
+    const V shifted = x + magic, n = shifted - magic;
 #endif
-    const Wide r = x - n;
-    Wide y = multiply_add(r, spread(1.535336188319500e-4f), spread(1.339887440266574e-3f));
-    y = multiply_add(y, r, spread(9.618437357674640e-3f));
-    y = multiply_add(y, r, spread(5.550332471162809e-2f));
-    y = multiply_add(y, r, spread(2.402264791363012e-1f));
-    y = multiply_add(y, r, spread(6.931472028550421e-1f));
-    y = multiply_add(y, r, spread(1.0f));
+    const V r = x - n;
+    V y = multiply_add(r, zero + 1.535336188319500e-4f, zero + 1.339887440266574e-3f);
+    y = multiply_add(y, r, zero + 9.618437357674640e-3f);
+    y = multiply_add(y, r, zero + 5.550332471162809e-2f);
+    y = multiply_add(y, r, zero + 2.402264791363012e-1f);
+    y = multiply_add(y, r, zero + 6.931472028550421e-1f);
+    y = multiply_add(y, r, zero + 1.0f);
 #if defined(__AVX512F__)
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, n);
 #else
-    const WideInt power = ((WideInt)shifted - (WideInt)magic + 127) << 23;
-    return underflow ? Wide{} : y * (Wide)power;
+    typedef decltype(x < x) Bits;
+    const Bits power = ((Bits)shifted - (Bits)magic + 127) << 23;
+    return underflow ? zero : y * (V)power;
 #endif
 }
 
 // Hyperbolic tangent to 3 units in the last place; by Cephes' polynomial for tanhf near 0.
-inline Wide tangent(Wide x) {
-    const Wide one = spread(1.0f), size = x < 0.0f ? -x : x;
-    const Wide e = power_of_two(size * -2.88539008f), far = (one - e) / (one + e), square = x * x;
-    Wide y = multiply_add(square, spread(-5.70498872745e-3f), spread(2.06390887954e-2f));
-    y = multiply_add(y, square, spread(-5.37397155531e-2f));
-    y = multiply_add(y, square, spread(1.33314422036e-1f));
-    y = multiply_add(y, square, spread(-3.33332819422e-1f));
+template <class V> inline V tangent(V x) {
+    if constexpr (sizeof x > VECTOR) return in_parts([](Floats part) { return tangent(part); }, x);
+    const V zero = {}, size = x < 0.0f ? -x : x;
+    const V e = power_of_two(size * -2.88539008f), far = (1.0f - e) / (1.0f + e), square = x * x;
+    V y = multiply_add(square, zero - 5.70498872745e-3f, zero + 2.06390887954e-2f);
+    y = multiply_add(y, square, zero - 5.37397155531e-2f);
+    y = multiply_add(y, square, zero + 1.33314422036e-1f);
+    y = multiply_add(y, square, zero - 3.33332819422e-1f);
     y = multiply_add(y * square, x, x);
     return size < 0.625f ? y : x < 0.0f ? -far : far;
 }
 
+// Lane by lane; b's where one is NaN.
+template <class V> inline V larger(V a, V b) {
+    if constexpr (sizeof a > VECTOR) return in_parts([](Floats a, Floats b) { return larger(a, b); }, a, b);
+    else return a > b ? a : b;
+}
+template <class V> inline V smaller(V a, V b) {
+    if constexpr (sizeof a > VECTOR) return in_parts([](Floats a, Floats b) { return smaller(a, b); }, a, b);
+    else return a < b ? a : b;
+}
+
 // The largest lane.
 template <int S, size_t... L> inline Wide greater_half(Wide v, std::index_sequence<L...>) {
-    const Wide other = __builtin_shuffle(v, WideInt{int(L ^ S)...});
-    return v > other ? v : other;
+    return larger(v, __builtin_shuffle(v, WideInt{int(L ^ S)...}));
 }
 inline float greatest(Wide v) {
     constexpr auto lanes = std::make_index_sequence<WIDE>();

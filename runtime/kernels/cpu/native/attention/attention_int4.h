@@ -59,8 +59,8 @@ inline uint16_t pack_group(const float* x, int64_t count, uint8_t* to) {
     Wide high = {}, low = {}, check = {};
     for (int64_t d = 0; d < count; d += WIDE) {
         const Wide v = wide(x + d);
-        high = v > high ? v : high;
-        low = -v > low ? -v : low;
+        high = larger(v, high);
+        low = larger(-v, low);
         check = multiply_add(v, Wide{}, check);  // 0, or NaN if a value is NaN or infinite
     }
     memset(to, 0, size_t(count / 2));

@@ -174,10 +174,7 @@ inline void soften_as(const Attention& a, float* scores, const Span& span, int64
     for (int64_t p = span.low; p < begin; p++) scores[p] = none;
     for (int64_t p = end; p < span.high; p++) scores[p] = none;
     Wide most = spread(none);
-    for (int64_t p = span.low; p < span.high; p += WIDE) {
-        const Wide x = wide(scores + p);
-        most = x > most ? x : most;
-    }
+    for (int64_t p = span.low; p < span.high; p += WIDE) most = larger(wide(scores + p), most);
     const float largest = CAPPED ? greatest(most) : greatest(most) * factor[0];
     most_of(sums, size) = largest;
     // `largest` is rounded and the products below are not: beyond 2^22 no weight would be near 1, so the scores are
