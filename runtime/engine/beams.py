@@ -52,8 +52,7 @@ class BeamSearch:
         """Take log_probs fp32 [running, vocab]; return the next running beams, an empty list at the end."""
         width, length = self.options.width, len(self.running[0].tokens) + 1
         scores = log_probs + log_probs.new_tensor([beam.score for beam in self.running])[:, None]
-        # Enough candidates for `width` running beams even if the best ones are all end tokens: transformers takes as
-        # many, and the number decides which beams finish.
+        # Enough candidates for `width` running beams even if the best ones are all end tokens.
         count = min(max(2, 1 + len(self._stop_ids)) * width, scores.numel())
         best, places = scores.flatten().topk(count)
         running: list[tuple[Beam, Continuation]] = []

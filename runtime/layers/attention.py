@@ -127,7 +127,7 @@ class PagedAttention:
     if it has several.
     """
 
-    def __init__(self, batch: Batch, cache: KVCache, portable: bool = False) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, portable: bool) -> None:
         """portable: with the same bits on every CPU."""
         self._batch, self._cache = batch, cache
         self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}

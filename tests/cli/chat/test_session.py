@@ -157,11 +157,13 @@ def test_save_with_a_name_leaves_the_file_of_the_session(chat: Chat, tmp_path: P
 def test_tab_completes_commands_settings_and_files(chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = SlashCommands(chat)
     (tmp_path / "notes.txt").write_text("")
+    (tmp_path / ".hidden").mkdir()
     monkeypatch.chdir(tmp_path)
     assert commands.complete("/sa") == ["/save "] and "/set " in commands.complete("/")
     assert commands.complete("/set t") == ["top_k ", "temperature ", "top_p ", "think "]
     assert commands.complete("/set think ") == commands.complete("/show ") == []
-    assert [path.strip() for path in commands.complete("/read no")] == ["notes.txt"]
+    for typed, paths in (("no", ["notes.txt"]), ("", ["notes.txt"]), (".", [".hidden/"])):
+        assert [path.strip() for path in commands.complete(f"/read {typed}")] == paths
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,7 @@ def test_the_oldest_turns_are_dropped_only_when_asked(mycli: Mycli) -> None:
 def test_ctrl_c_stops_the_reply_and_keeps_the_turn(terminal: Terminal) -> None:
     """D15: a second Ctrl-C at the prompt warns, a third exits with 130."""
     chat = terminal("--system", "You are Pico, a tiny language model.")
+    assert "You are Pico" in say(chat, "/system")
     say(chat, "/set repetition_penalty 1.3")
     say(chat, "/set temperature 2")
     chat.sendline("Tell me a story.")

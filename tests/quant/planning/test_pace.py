@@ -58,6 +58,17 @@ def test_output_moments_take_passes_for_each_of_their_tokens(monkeypatch: pytest
     assert model - plain == pytest.approx(layers * 1e-3 * pace._OUTPUT_PASSES * SMALL.samples * 64)
 
 
+def test_a_report_on_a_cpu_passes_its_tokens_also_with_activations_of_other_widths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pace, "_seconds", lambda task: 0.0)
+    monkeypatch.setattr(pace, "_rounding", lambda *_: 0.0)
+    monkeypatch.setattr(pace, "_passing", lambda *_: 1e-3)
+    work = plan_quantization(resolve("pico", offline=True), replace(SMALL, method="rtn"), PlanSettings("quick"))
+    passes = pace._REPORT_PASSES + pace._ACTIVATION_PASSES
+    assert expected_seconds(work, CPU) == pytest.approx(work.config.layers * 1e-3 * passes * work.measured_tokens)
+
+
 def test_it_is_measured_here() -> None:
     for method in ("rtn", "gptq"):
         seconds = told(replace(SMALL, method=method))

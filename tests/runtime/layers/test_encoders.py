@@ -99,7 +99,8 @@ def test_nomic_embed_as_published(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
     assert rope["rope_theta"] == 1000
-    published = {names.get(key, key): value for key, value in config.items() if key not in ("head_dim", "hidden_act")}
+    unpublished = {"head_dim", "hidden_act", "mlp_bias", "attention_bias"}
+    published = {names.get(key, key): value for key, value in config.items() if key not in unpublished}
     published |= {"activation_function": "swiglu", "rotary_emb_base": 1000, "max_trained_positions": 514}
     fixed: dict[str, Any] = {"rotary_emb_fraction": 1.0, "causal": False, "parallel_block": False, "prenorm": False}
     fixed |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False}

@@ -94,7 +94,9 @@ def test_the_memory_model_counts_the_operands_of_a_pass(case: str, queries: int,
         linear.replace(torch.zeros(linear.out_features, linear.in_features))
     for norm in filter(None, (part.q_norm, part.kv_norm)):
         norm.weight = torch.ones(norm.spec.size)
-    attention = PagedAttention(Batch.of(chunks, 16, FP32.device), KVCache(config, 1, 16, FP32.device, torch.float32))
+    attention = PagedAttention(
+        Batch.of(chunks, 16, FP32.device), KVCache(config, 1, 16, FP32.device, torch.float32), portable=False
+    )
     steps = part.inner(
         torch.zeros(1, 5, config.hidden_size),
         PassContext(Rope(config, 16, FP32.device, torch.float32).rows(chunks), attention),

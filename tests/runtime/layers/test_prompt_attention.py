@@ -40,7 +40,7 @@ def test_chunks_see_what_whole_prompts_see(window: int | None, sinks: bool, monk
     for count in (1, 12, 3, 20, 14):
         chunk = Chunk([0] * count, start, (2, 0, 3, 1), 0)
         part = slice(start, start + count)
-        context = PagedAttention(Batch.of([chunk], 16, CPU), cache)
+        context = PagedAttention(Batch.of([chunk], 16, CPU), cache, portable=False)
         context.attend(0, query[:, part], (key[:, part], value[:, part]), spec, extra)  # writes the cache
         found = context._attend_gathered(0, query[:, part], spec, extra)
         assert torch.allclose(found, expected[:, part], atol=1e-5), (start, count)

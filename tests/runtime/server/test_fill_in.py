@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.memory.cache_shape import CacheShape
 from mycli.runtime.server.routes.llama_cpp import LineReader
+from mycli.runtime.server.routes.native_completion import _ids
 from tests.support.fim_model import with_fim_tokens
 from tests.support.served import Answer, ScriptedEngine, Served, serving
 
@@ -168,6 +170,23 @@ def test_native_completion_continues_text_and_ids(coding: Served) -> None:
     stop = expected["text"][2:5]
     reply = coding.ask("POST", "/completion", {"prompt": chat, "n_predict": 8, "stop": [stop], **GREEDY}).json
     assert (reply["stop_type"], reply["stopping_word"]) == ("word", stop) and stop not in reply["content"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [("a", [("a", True)]), (["a", 2, "b"], [("a", True), ("b", False)]), ([2, "a"], [("a", False)])],
+    ids=["text", "text-first", "id-first"],
+)
+def test_only_the_beginning_of_a_prompt_gets_special_tokens(prompt: Any, texts: list[tuple[str, bool]]) -> None:
+    encoded = []
+
+    def text_prompt(text: str, add_special: bool, allow_special: bool) -> list[int]:
+        encoded.append((text, add_special))
+        return [9]
+
+    service: Any = SimpleNamespace(text_prompt=text_prompt, check_ids=lambda ids, field: None)
+    assert _ids(service, prompt) == [9 if isinstance(part, str) else part for part in prompt]
+    assert encoded == texts
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -320,6 +320,10 @@ def test_replies_that_a_template_refuses_are_not_continued(
     assert check_template(probe_of(child, GOOD.replace(old, new))).continues == continues
 
 
+def test_replies_are_not_continued_where_a_prompt_for_one_is_refused(child: ChatTemplate, quick: None) -> None:
+    assert not check_template(probe_of(child, GOOD.replace(*refusing("add_generation_prompt")))).continues
+
+
 def test_a_template_that_no_worker_can_check_has_no_line(child: ChatTemplate, quick: None) -> None:
     (finding,) = check_template(probe_of(child, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")).findings
     assert finding.code == "syntax" and finding.data["line"] == 0
