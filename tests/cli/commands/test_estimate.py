@@ -255,7 +255,7 @@ def test_fit_prints_commands_that_lead_there(llama: str, capsys: pytest.CaptureF
     asked = answer(capsys, llama, "--fit", "--gpu", "24GiB", "--quant", "int8-channel", "--ctx", "16k")
     assert shlex.split(found["commands"][0])[2] == llama
     assert "--bits 8 --group channel" in asked["commands"][0] and asked["context"] == 16384
-    for head, scheme in (("int8", "int4-g64+int8-g64"), ("int4", "int4-g64+int4-g64")):
+    for head, scheme in (("int8", "int4-g64+int8-g64"), ("int4", "int4-g64")):
         small = answer(capsys, llama, "--quant", "int4-g64", "--head", head, "--fit", "--gpu", "8GiB")
         assert f"--bits 4 --group 64 --head {head} -o" in small["commands"][0] and small["scheme"] == scheme
 
