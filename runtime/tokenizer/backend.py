@@ -249,7 +249,12 @@ def _trusted_post_processor(step: Mapping[str, Any]) -> bool:
         return False
     # A piece that special_tokens does not define makes the library panic at the first encoding.
     names = [piece["SpecialToken"].get("id") for piece in pieces if isinstance(piece, dict) and "SpecialToken" in piece]
-    return len(pieces) <= 2 * MAX_STEPS and all(name in defined for name in names)
+    return len(pieces) <= 2 * MAX_STEPS and all(name in defined and _is_short(defined[name]) for name in names)
+
+
+def _is_short(special_token: Any) -> bool:
+    ids = special_token.get("ids") if isinstance(special_token, dict) else None
+    return isinstance(ids, list) and len(ids) <= MAX_STEPS
 
 
 def _trusted_model(model: Any) -> bool:

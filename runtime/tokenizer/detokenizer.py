@@ -3,6 +3,7 @@
 Supports byte-level BPE, SentencePiece (Replace / ByteFallback / Fuse / Strip, or Metaspace) and WordPiece.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -14,6 +15,7 @@ from mycli.runtime.errors import ModelError
 # damages the valid bytes around it.
 # What the library's WordPiece decoder with `cleanup` writes without the space before it.
 _UNSPACED = re.compile(r" (\.|\?|!|,|n't|'m|'s|'ve|'re)")
+_MAX_GROWTH = 8.0  # of a token, by replacements
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -69,17 +71,27 @@ class Detokenizer:
             elif kind == "Fuse":
                 fused = True
             elif kind == "Strip" and fused and step.get("content") == " " and not step.get("stop"):
-                self.strip_spaces = int(step.get("start", 0))
+                self.strip_spaces = self._read_start(step)
             else:
                 raise _unsupported(step)
+        # How much longer a token may become: replacements in a row multiply.
+        if math.prod(max(1, len(content) / len(source)) for source, content in self._replace) > _MAX_GROWTH:
+            raise _unsupported(decoder)
 
     @staticmethod
     def _read_replace(step: Mapping[str, Any]) -> tuple[str, str]:
         pattern, content = step.get("pattern"), step.get("content")
         source = pattern.get("String") if isinstance(pattern, dict) else None
-        if not isinstance(source, str) or not source or not isinstance(content, str) or len(content) > 8:
+        if not isinstance(source, str) or not source or not isinstance(content, str):
             raise _unsupported(step)
         return source, content
+
+    @staticmethod
+    def _read_start(step: Mapping[str, Any]) -> int:
+        start = step.get("start", 0)
+        if type(start) is not int:
+            raise _unsupported(step)
+        return start
 
     def piece(self, token_id: int, first: bool) -> bytes | None:
         """Return the bytes of a token, None for a hidden one. first: no token with text came before."""

@@ -5,8 +5,10 @@ from typing import Any
 
 from mycli.runtime.tokenizer.gguf_encoders import between_ends
 from mycli.runtime.tokenizer.gguf_vocabulary import (
+    CONTROL,
     MAX_GGUF_TOKENS,
     UNKNOWN,
+    USER,
     added_tokens,
     ggml_key,
     read_tokens,
@@ -14,6 +16,7 @@ from mycli.runtime.tokenizer.gguf_vocabulary import (
     token_numbers,
     vocabulary_ids,
 )
+from mycli.runtime.tokenizer.special_tokens import is_space
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS, PreTokenizer
 from mycli.runtime.utils.json_fields import Fields
 
@@ -139,11 +142,11 @@ def sentencepiece_bpe(metadata: Fields, architecture: str) -> dict[str, Any]:
     vocabulary = vocabulary_ids(metadata, spelled, types)
     if metadata.has(ggml_key("merges")):
         merges = _stored_merges(metadata, vocabulary)
-    elif gemma:
-        merges = _derived(metadata, vocabulary, {text: -index for text, index in vocabulary.items()})
     else:
-        scores = token_numbers(metadata, "scores", len(tokens), float)
-        merges = _derived(metadata, vocabulary, {text: scores[index] for text, index in vocabulary.items()})
+        scores = range(0, -len(tokens), -1) if gemma else token_numbers(metadata, "scores", len(tokens), float)
+        # Text becomes an added token by its spelling, never by merges.
+        merged = [text for text, index in vocabulary.items() if types[index] not in (CONTROL, USER) or is_space(text)]
+        merges = _derived(metadata, vocabulary, {text: scores[vocabulary[text]] for text in merged})
     prefix = metadata.boolean(ggml_key("add_space_prefix"), not gemma)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}

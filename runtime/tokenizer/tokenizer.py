@@ -173,9 +173,16 @@ class Tokenizer:
         """
         _check_texts([text])
         if allow_special or not self._control.spelled_in(text):
-            return self._encoder.encode(text, add_special, plain=False, inside=False)
+            return self._in_vocabulary(self._encoder.encode(text, add_special, plain=False, inside=False))
         ids = self._encode_plain(text, inside=False)
-        return self._encoder.encode(text, True, plain=True, inside=False) if add_special else ids
+        return self._in_vocabulary(self._encoder.encode(text, True, plain=True, inside=False)) if add_special else ids
+
+    def _in_vocabulary(self, ids: list[int]) -> list[int]:
+        # Ids that a post-processor adds are not checked elsewhere: a model would look them up beyond its embedding.
+        if max(ids, default=0) >= len(self.vocabulary):
+            problem = f"post_processor adds token {max(ids)}, beyond the vocabulary of {len(self.vocabulary)}"
+            raise ModelError(f"tokenizer.json: {problem}", "the file may be damaged")
+        return ids
 
     def encode_pair(self, first: str, second: str, longest: int | None = None) -> TextPair:
         """Return two texts as the tokenizer joins them for a reranker; control tokens spelled in them stay text.
@@ -188,7 +195,7 @@ class Tokenizer:
             for text in (first, second):
                 self._encode_plain(text, inside=False)  # checks it
         ids, types = self._encoder.encode_pair(first, second, plain, longest)
-        return TextPair(tuple(ids), tuple(types) if self._has_types and any(types) else ())
+        return TextPair(tuple(self._in_vocabulary(ids)), tuple(types) if self._has_types and any(types) else ())
 
     def beginning(self, text: str, tokens: int) -> str:
         """Return the longest beginning of `text` that has at most `tokens` tokens. Raises as `encode`."""

@@ -16,7 +16,7 @@ from mycli.runtime.utils.json_fields import Fields, strict_json
 
 MAX_PATTERN = 256  # characters
 MAX_ANCHOR = 512  # characters that a pattern may match and a stream holds back
-MAX_REPEATS = 4  # in a pattern: its work is at most MAX_ANCHOR to this power
+MAX_REPEATS = 3  # in a pattern: an attempt to match takes at most MAX_ANCHOR to this power / 6 steps, 22 million
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _CONTENTS = ("text", "json", "xml-inline", "kv-lines")  # of a model's template; `parse_content` reads two more
 
@@ -216,19 +216,22 @@ def pattern(source: str, *starts: str) -> Anchor:
 
 _LITERAL = r"[^\\\[\](){}*+?.|^$]|\\[^\w\s]"
 _CLASS = r"\[\^?(?:[^\\\[\]]|\\.)+\]"
+_REPEAT = re.compile(rf"(\\[swdn]|{_CLASS})([*+])")
 _SAFE = re.compile(
     rf"(?P<start>(?:{_LITERAL})+)(?:{_LITERAL}|\\[swdn][*+?]?|{_CLASS}[*+]?|\(\?P<\w+>(?:{_CLASS}|\\[wd])[*+]\))*"
 )
 
 
 def _checked_pattern(source: str, raw: Fields, key: str) -> Anchor:
-    # Accepts literals, repeated classes and named groups of one class: without nested repeats, backtracking is bounded.
+    # Accepts literals, repeated classes and named groups of one class, no nested repeats. Repeats end after MAX_ANCHOR
+    # characters, so that backtracking is bounded however long the reply is.
     safe = _SAFE.fullmatch(source) if len(source) <= MAX_PATTERN else None
     if safe is None or len(re.findall(r"[^\\][*+]", source)) > MAX_REPEATS:
         raise raw.fail(key, "is a pattern that is not supported", "allowed: literals, classes and named groups")
     start = re.sub(r"\\(.)", r"\1", safe["start"])
+    bounded = _REPEAT.sub(lambda repeat: f"{repeat[1]}{{{int(repeat[2] == '+')},{MAX_ANCHOR}}}", source)
     try:
-        return pattern(source, start)
+        return pattern(bounded, start)
     except re.error as error:
         raise raw.fail(key, f"is not a regular expression: {error}") from None
 

@@ -29,7 +29,7 @@ def replace(source: str, content: str) -> dict[str, Any]:
 
 def special(name: str, count: int = 1) -> dict[str, Any]:
     pieces = [{"SpecialToken": {"id": name}}] * count
-    return {"type": "TemplateProcessing", "single": pieces, "special_tokens": {"<s>": {}}}
+    return {"type": "TemplateProcessing", "single": pieces, "special_tokens": {"<s>": {"ids": [1]}}}
 
 
 WORDS = {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
@@ -86,6 +86,11 @@ def test_tame(values: dict[str, Any]) -> None:
         pytest.param({"model": ["BPE"]}, id="S9-no-model"),
         pytest.param({"post_processor": special("<s>", 2 * MAX_STEPS + 1)}, id="long-template"),
         pytest.param({"post_processor": {**special("<s>"), "special_tokens": None}}, id="template-without-tokens"),
+        pytest.param({"post_processor": {**special("<s>"), "special_tokens": {"<s>": {}}}}, id="token-without-ids"),
+        pytest.param(
+            {"post_processor": {**special("<s>"), "special_tokens": {"<s>": {"ids": [1] * (MAX_STEPS + 1)}}}},
+            id="token-of-many-ids",
+        ),
         pytest.param({"post_processor": {"type": "TemplateProcessing", "special_tokens": {}}}, id="empty-template"),
     ],
 )

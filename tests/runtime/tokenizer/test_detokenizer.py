@@ -87,7 +87,10 @@ def test_hidden_and_unknown_ids_show_nothing() -> None:
         {"type": "Sequence", "decoders": [REPLACE, STRIP]},
         {"type": "Sequence", "decoders": [FUSE, STRIP | {"stop": 1}]},
         {"type": "Sequence", "decoders": [REPLACE | {"pattern": {"Regex": "▁"}}]},
-        {"type": "Sequence", "decoders": [REPLACE | {"content": " " * 1000}]},
+        {"type": "Sequence", "decoders": [REPLACE | {"content": " " * 9}]},
+        {"type": "Sequence", "decoders": [REPLACE | {"pattern": {"String": "a"}, "content": "aaa"}] * 2},
+        {"type": "Sequence", "decoders": [FUSE, STRIP | {"start": None}]},
+        {"type": "Sequence", "decoders": [FUSE, STRIP | {"start": "x"}]},
         {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, FUSE]},
     ],
     ids=str,
@@ -95,6 +98,12 @@ def test_hidden_and_unknown_ids_show_nothing() -> None:
 def test_unsupported_decoder(decoder: Any) -> None:
     with pytest.raises(ModelError, match="decoder"):
         Detokenizer(PIECES, frozenset(), decoder)
+
+
+def test_replacements_may_lengthen_a_token_to_8_times() -> None:
+    doubled = REPLACE | {"pattern": {"String": "a"}, "content": "aa"}
+    ours = Detokenizer(["a"], frozenset(), {"type": "Sequence", "decoders": [doubled] * 3})
+    assert ours.piece(0, first=False) == b"a" * 8
 
 
 def test_library_version_still_splits_words_as_assumed() -> None:

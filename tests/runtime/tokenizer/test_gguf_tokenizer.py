@@ -157,6 +157,18 @@ def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None
         assert ids == expected, text
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_no_merge_makes_a_token_that_is_matched_by_its_spelling(architecture: str) -> None:
+    """Text that spells one as plain characters would become it."""
+    metadata = sentencepiece()
+    texts, kinds = ["<td", "<", ">", "<td>", "▁▁▁"], [1, 1, 1, 4, 4]
+    metadata["tokenizer.ggml.tokens"] += texts
+    metadata["tokenizer.ggml.scores"] += len(texts) * [-1.0]
+    metadata["tokenizer.ggml.token_type"] += kinds
+    merges = tokenizer_json(as_read(metadata, architecture))["model"]["merges"]
+    assert ["<td", ">"] not in merges and ["▁▁", "▁"] in merges
+
+
 def test_a_vocabulary_of_sentencepiece_with_merges_and_the_name_of_byte_level_ones() -> None:
     """Sarvam's: spaces are letters, other characters bytes, and no token is added in front."""
     metadata = sentencepiece()

@@ -1,9 +1,13 @@
 """Test sentinels around spelled control tokens: unforgeable, located again, and safe if one of a pair is lost."""
 
+import re
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from mycli.runtime.tokenizer import special_tokens
-from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlTokens, Segment, Sentinels, strings
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlTokens, Segment, Sentinels, is_space, strings
 
 END = AddedToken(1, "<end>", special=True, normalized=False)
 LONG = AddedToken(2, "<end>!", special=True, normalized=False)
@@ -24,6 +28,29 @@ def test_few_characters_are_tried_for_marks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(special_tokens, "chr", lambda code: tried.append(code) or chr(code), raising=False)
     Sentinels.absent_from(["<end>", chr(0x10FFFD)])
     assert len(tried) == 3
+
+
+LETTERS = st.text("ab.|", max_size=8)
+
+
+@given(st.sets(LETTERS.filter(bool)), st.text("ab.|", max_size=60))
+@example({"a" * length for length in range(1, 100)}, "a" * 250)
+def test_a_pattern_matches_what_the_longest_token_first_matches(contents: set[str], text: str) -> None:
+    flat = "|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)"
+    pattern = special_tokens._alternatives(list(contents))
+    assert [match.span() for match in re.finditer(pattern, text)] == [match.span() for match in re.finditer(flat, text)]
+
+
+def test_a_common_beginning_is_compared_once_for_thousands_of_tokens() -> None:
+    pattern = special_tokens._alternatives([f"<unused{index}>" for index in range(6242)])
+    assert pattern.count("<unused") == 1 and len(pattern) < 60_000
+    assert re.fullmatch(pattern, "<unused6241>") and not re.match(pattern, "<unused6242>")
+
+
+@pytest.mark.parametrize(("token", "expected"), [(" \n\t", True), ("▁▁", True), ("▁a", False), ("<b>", False)])
+def test_white_space_is_no_control_token(token: str, expected: bool) -> None:
+    assert is_space(token) == expected
+    assert (not ControlTokens([AddedToken(1, token, special=False, normalized=False)], str).ids) == expected
 
 
 def test_what_counts_as_spelled() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.backend import Pipeline
 from mycli.runtime.tokenizer.chat_template import Message, TemplateOptions
 from mycli.runtime.tokenizer.stream import StreamDecoder
@@ -188,6 +188,22 @@ def test_an_end_token_is_missing_if_only_the_settings_add_it(tmp_path: Path, add
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMES["pico"], "add_eos_token": setting}))
     tokenizer = Tokenizer.load(tmp_path, ROWS["pico"])
     assert tokenizer.missing_eos == ((2,) if setting and not added else ())
+
+
+@pytest.mark.parametrize("part", ["single", "pair"])
+def test_an_added_id_beyond_the_vocabulary_is_refused(tmp_path: Path, part: str) -> None:
+    """A model would look it up beyond its embedding."""
+    raw = json.loads(tokenizer_file("pico").read_text())
+    plain = [{"Sequence": {"id": "A", "type_id": 0}}]
+    ended = [*plain, {"SpecialToken": {"id": "X", "type_id": 0}}]
+    token = {"id": "X", "ids": [ROWS["pico"]], "tokens": ["X"]}
+    parts = {"single": plain, "pair": plain, part: ended}
+    raw["post_processor"] = {"type": "TemplateProcessing", **parts, "special_tokens": {"X": token}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = Tokenizer.load(tmp_path, ROWS["pico"])
+    with pytest.raises(ModelError, match="post_processor adds token 4096, beyond the vocabulary of 4096"):
+        tokenizer.encode("a", add_special=True) if part == "single" else tokenizer.encode_pair("a", "a")
+    assert tokenizer.encode("a", add_special=False)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_list_of_calls_is_one_of_objects(body: str, calls: list[Any] | None) -
         {"open_pattern": "(a+)+b"},
         {"open_pattern": "x(?:a|a)*"},
         {"open_pattern": ".*"},
-        {"open_pattern": r"x\w+\w+\w+\w+\w+y"},
+        {"open_pattern": r"x\w+\w+\w+\w+y"},
         {"open_pattern": "x" * 257},
         {"open_pattern": r"x(?=y)"},
         {"open_pattern": "x["},
@@ -184,12 +184,19 @@ def test_a_template_without_fields_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"open_pattern": "x" * 256}, {"open_pattern": r"x\w+\w+\w+\w+y"}, {"open": "x" * 256}, {"open": "x"}],
+    [{"open_pattern": "x" * 256}, {"open_pattern": r"x\w+\w+\w+y"}, {"open": "x" * 256}, {"open": "x"}],
     ids=str,
 )
-def test_marks_of_1_to_256_characters_and_4_repeats_are_read(field: dict[str, Any]) -> None:
+def test_marks_of_1_to_256_characters_and_3_repeats_are_read(field: dict[str, Any]) -> None:
     (region,) = read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
     assert region.open.pattern.match("x" * 256 + "y")
+
+
+def test_repeats_of_a_pattern_end_so_that_a_search_does_however_long_the_reply_is() -> None:
+    source = r"<c\*>\s*(?P<name>[^*+]+)\d?</c>"
+    fields = {"fields": {"tool_calls": {"open_pattern": source}}}
+    (region,) = read_response_template(Fields(fields, "t"))
+    assert region.open.pattern.pattern == r"<c\*>\s{0,512}(?P<name>[^*+]{1,512})\d?</c>"
 
 
 def test_a_mark_that_does_not_end_is_held_back_for_512_characters() -> None:
