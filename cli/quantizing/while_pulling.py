@@ -11,7 +11,7 @@ from mycli.cli.quantizing.request import carry_out, complete_settings
 from mycli.cli.reports.plot import layer_error
 from mycli.cli.reports.quantization import show_outcome
 from mycli.quant.planning.settings import PlanSettings
-from mycli.quant.planning.target import OutputTarget, check_target
+from mycli.quant.planning.target import SOURCE, OutputTarget, check_target
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
@@ -49,7 +49,7 @@ def pull_quantized(call: Call, model: str, flags: RecipeFlags, request: Quantize
     with Hub.connect(call.out.note) as hub:
         plan = plan_download(hub, model)
         check_supported(hub, plan)
-        with RemoteModel.open(hub, plan, target.work_folder / "source") as remote:
+        with RemoteModel.open(hub, plan, target.work_folder / SOURCE) as remote:
             _quantize(call, remote, flags, request, target)
 
 

@@ -5,6 +5,7 @@ Nothing is on disk twice, so a model can be quantized with little more disk than
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.tensor_writer import TensorWriter
 from mycli.quant.output.work_folder import Solved, WorkFolder
+from mycli.quant.planning.target import SOURCE
 from mycli.quant.rounding.grid import Quantized
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint import formats
@@ -44,6 +46,11 @@ class OutputWork(WorkFolder):
 
     def _leftovers(self) -> list[Path]:
         return [*super()._leftovers(), self.folder / _JOURNAL]
+
+    def clear(self) -> None:
+        for inner in (self.output, self.folder / SOURCE):
+            shutil.rmtree(inner, ignore_errors=True)
+        super().clear()
 
     def attach(self, writer: CheckpointWriter, output: TensorWriter, config: ModelConfig) -> None:
         self._writer, self._target = writer, output

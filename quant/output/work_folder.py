@@ -1,9 +1,8 @@
 """The finished blocks of an interrupted run, one file each, so that the next run continues after them."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +49,7 @@ class WorkFolder:
             with disk_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 entered.enter_context(_lock(self.folder))
-                for left in self.folder.glob(".*.tmp"):  # by a run that was killed while it wrote
+                for left in self._unfinished():
                     left.unlink()
                 for old in self._leftovers() if self._restart else ():
                     old.unlink(missing_ok=True)
@@ -65,6 +64,10 @@ class WorkFolder:
 
     def _leftovers(self) -> list[Path]:
         return [self.folder / _RUN, *self.folder.glob(_BLOCKS)]
+
+    def _unfinished(self) -> list[Path]:
+        # By a run that was killed while it wrote.
+        return [path for name in (_RUN, _BLOCKS) for path in self.folder.glob(f".{name}.*.tmp")]
 
     def _check_run(self) -> None:
         path = self.folder / _RUN
@@ -103,7 +106,12 @@ class WorkFolder:
         self._write(self._path(block), save(tensors, {"layers": records}))
 
     def clear(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what runs wrote, and the folder if it is empty then."""
+        # The user may have chosen a folder with other files. The model is complete: what cannot be removed stays.
+        with suppress(OSError):
+            for path in (*self._leftovers(), *self._unfinished(), self.folder / _LOCK):
+                path.unlink(missing_ok=True)
+            self.folder.rmdir()
 
     def _path(self, block: int) -> Path:
         return self.folder / f"block-{block:05}.safetensors"

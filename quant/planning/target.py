@@ -9,6 +9,8 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.store import RECORD
 from mycli.runtime.utils.json_fields import read_object
 
+SOURCE = "source"  # the folder in a work folder for what is read of a model on a hub
+
 
 @dataclass(frozen=True)
 class OutputTarget:

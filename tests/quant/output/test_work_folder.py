@@ -21,6 +21,7 @@ from torch import Tensor
 from mycli.quant import pipeline
 from mycli.quant.output import model_card as record
 from mycli.quant.output.model_card import Layer
+from mycli.quant.output.output_work import OutputWork
 from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder, require_same_run
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
@@ -68,6 +69,28 @@ def test_a_block_comes_back_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(found.changed["norm"], torch.ones(3))
         work.clear()
     assert not (tmp_path / "work").exists()
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    for name in ("notes.txt", ".draft.tmp", "photos/a.jpg", "output/a.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".block-00000.safetensors.0123456789ab.tmp").touch()  # of a run that was killed
+    with WorkFolder(tmp_path, RUN) as work:
+        work.save(0, solved())
+        work.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft.tmp", "notes.txt", "output", "photos"]
+    assert (tmp_path / "photos" / "a.jpg").read_text() == (tmp_path / "output" / "a.jpg").read_text() == "mine"
+
+
+def test_unfinished_output_and_source_are_removed_with_the_work(tmp_path: Path) -> None:
+    for name in ("output", "source"):
+        (tmp_path / "work" / name).mkdir(parents=True)
+        (tmp_path / "work" / name / "a").touch()
+    with OutputWork(tmp_path / "work", RUN) as work:
+        (tmp_path / "work" / "finished.jsonl").touch()
+        work.clear()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_difference_is_named_by_its_cause(tmp_path: Path) -> None:
