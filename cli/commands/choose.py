@@ -64,14 +64,15 @@ def _short_name(model: str) -> str:
 
 
 def _copies(model: str, plan: MemoryPlan) -> list[Candidate]:
-    # The copies of `model` that were quantized here.
+    # The copies of `model` that were quantized here; with an adapter merged it is another model.
     copies = []
     label = _short_name(model)
     for name in store.model_folders():
         path = store.data_dir() / "models" / name
         try:
             record = read_object(path / RECORD, _MAX_RECORD)
-            if record.object("source").text("name").rpartition("/")[2] != label:
+            source = record.object("source")
+            if source.text("name").rpartition("/")[2] != label or source.has("adapter"):
                 continue
             folder = open_model_folder(path)
             kl = _measured_kl(record)

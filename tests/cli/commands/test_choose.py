@@ -67,6 +67,14 @@ def test_of_equal_copies_the_first_is_chosen(answer: Any, tmp_path: Path) -> Non
     assert proposed["pico-gptq-int4-g128"]["command"].startswith("mycli quantize pico --bits 4 --group 128")
 
 
+def test_a_copy_with_an_adapter_is_of_another_model(answer: Any, tmp_path: Path) -> None:
+    copy = tmp_path / "home" / "models" / "pico-poems-copy"
+    shutil.copytree(PICO, copy)
+    record = {"source": {"name": "pico", "adapter": "poems"}, "card": {"divergence": {"kl": {"value": 0.0}}}}
+    (copy / RECORD).write_text(json.dumps(record))
+    assert copy.name not in {row["name"] for row in answer("24GiB")["candidates"]}
+
+
 def test_what_fits_nowhere_is_explained_by_the_smallest_copy(answer: Any, mycli: Mycli, tmp_path: Path) -> None:
     rows = answer("24GiB")["candidates"]
     least = min(rows, key=lambda row: row["memory_bytes"])
