@@ -145,6 +145,10 @@ class PromptComparison:
     same_answer: bool  # but for case and white space
     calls: CallChange
 
+    @property
+    def changed_calls(self) -> bool:
+        return self.calls in ("changed", "lost", "new")
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -176,7 +180,12 @@ class Comparison:
 
     @property
     def changed_calls(self) -> int:
-        return sum(prompt.calls in ("changed", "lost", "new") for prompt in self.prompts)
+        return sum(prompt.changed_calls for prompt in self.prompts)
+
+    @property
+    def changed_prompts(self) -> int:
+        """The prompts with another answer or other calls."""
+        return sum(prompt.changed_calls or not prompt.same_answer for prompt in self.prompts)
 
 
 def compare_replies(

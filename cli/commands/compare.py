@@ -112,7 +112,7 @@ def _range(interval: "Interval", style: str) -> str:
 def comparison_verdict(result: "Comparison") -> str:
     """Return in words how close the candidate is to the reference."""
     kl = result.kl.value if result.kl.high is None else result.kl.high
-    if kl < SAME_KL and not result.changed_answers:
+    if kl < SAME_KL and not result.changed_prompts:
         return "no difference that matters"
     if kl < CLOSE_KL and not result.changed_calls:
         return "close: most replies keep their meaning"
@@ -139,11 +139,11 @@ def _show(call: Call, reference: str, candidate: str, result: "Comparison", answ
 
 
 def _check(result: "Comparison", max_kl: float | None, max_changed: float | None) -> None:
-    changed = result.changed_answers / len(result.prompts)
+    changed = result.changed_prompts / len(result.prompts)
     if max_kl is not None and result.kl.value > max_kl:
         raise GateError(f"the mean KL of {result.kl.value:.4g} is above --max-kl {max_kl:g}", "use more bits")
     if max_changed is not None and changed > max_changed:
-        problem = f"{changed:.0%} of the answers changed, more than --max-changed {max_changed:g}"
+        problem = f"{changed:.0%} of the answers or calls changed, more than --max-changed {max_changed:g}"
         raise GateError(problem, "use more bits, or read the replies: they may be as good")
 
 
@@ -162,7 +162,7 @@ def compare(
     ] = None,
     max_changed: Annotated[
         float | None,
-        options.option("--max-changed", "SHARE", "Exit with 6 if more of the answers change.", min=0, max=1),
+        options.option("--max-changed", "SHARE", "Exit with 6 if more answers or calls change.", min=0, max=1),
     ] = None,
     plot: Annotated[Path | None, options.option("--plot", "FILE.svg", "Draw KL and length of each reply.")] = None,
     ctx: options.Context = None,

@@ -36,7 +36,7 @@ def test_a_draft_is_another_model_and_a_copy_is_the_same(mycli: Mycli, tmp_path:
     assert answer["kl"]["low"] <= answer["kl"]["value"] <= answer["kl"]["high"] and answer["verdict"].startswith("diff")
     assert (tmp_path / "plot.svg").read_text().count("<g>") == 3
     shown = mycli(*compare, "--max-changed", "0")
-    assert shown.returncode == 6 and "of the answers changed, more than --max-changed 0" in shown.stderr
+    assert shown.returncode == 6 and "of the answers or calls changed, more than --max-changed 0" in shown.stderr
     for part in ("first difference", " none |", "of 3 differ", "times as fast", "verdict  ", "weights and cache"):
         assert part in shown.stdout, part
     assert mycli(*compare, "-n", "2", "--max-kl", "1e-6").returncode == 6
@@ -115,11 +115,20 @@ def _compared(kl: float = 0.0, changed: int = 0, calls: int = 0) -> Any:
         (_compared(0.9e-3), "no difference that matters"),
         (_compared(0.9e-3, changed=1), "close"),
         (_compared(1e-3), "close"),
+        (_compared(0.9e-3, calls=1), "different"),
         (_compared(0.049, changed=4), "close"),
         (_compared(0.05), "different"),
         (_compared(0.049, calls=1), "different"),
     ],
-    ids=["same", "another-answer", "at-the-first-limit", "answers-only", "at-the-second-limit", "a-lost-call"],
+    ids=[
+        "same",
+        "another-answer",
+        "at-the-first-limit",
+        "a-lost-call-of-the-same-numbers",
+        "answers-only",
+        "at-the-second-limit",
+        "a-lost-call",
+    ],
 )
 def test_the_verdict_is_that_of_the_worse_of_numbers_and_replies(result: Comparison, verdict: str) -> None:
     assert comparison_verdict(result).startswith(verdict)
@@ -147,6 +156,9 @@ def test_a_result_at_its_limit_passes() -> None:
     for limits in ((0.0499, None), (None, 0.24)):
         with pytest.raises(GateError, match="above --max-kl|more than --max-changed"):
             _check(result, *limits)
+    _check(_compared(changed=1, calls=1), None, 0.25)  # of one prompt
+    with pytest.raises(GateError, match="25% of the answers or calls changed"):
+        _check(_compared(calls=1), None, 0)
     assert [_difference(index) for index in (None, 0, 11)] == ["none", "token 1", "token 12"]
 
 
