@@ -30,7 +30,10 @@ class SharedWork:
         self._remembers = remembers
         self._calibrations: dict[tuple[object, ...], Calibration] = {}
         self._moments: dict[tuple[object, ...], list[LayerMoments]] = {}
-        self._digests = digests
+        self._digests: Future[dict[str, Any]] | None = None
+        if digests is not None:
+            self._digests = Future()
+            self._digests.set_result(digests)
         self._original: Original | None = None
 
     def calibration(self, work: QuantizationPlan) -> Calibration:
@@ -55,14 +58,18 @@ class SharedWork:
 
     @contextmanager
     def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
+        """Hash the files of `folder`, the source, on a thread; callers within the first one's context wait for it."""
         if self._digests is not None:
-            known: Future[dict[str, Any]] = Future()
-            known.set_result(self._digests)
-            yield known
+            yield self._digests
             return
         with model_card.digests_in_background(folder.source_files(), folder.path) as digests:
-            yield digests
-            self._digests = digests.result()
+            self._digests = digests
+            try:
+                yield digests
+                digests.result()
+            except BaseException:
+                self._digests = None  # leaving the context may have cancelled it
+                raise
 
     def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
         at_once = work.need.at_once
