@@ -199,7 +199,7 @@ def repo_lock(folder: Path, model: str, note: Callable[[str], None]) -> Abstract
     """Return a lock on a repository's cache `folder`; `note` names the process that is waited for."""
     path = lock_folder(folder) / "mycli.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    return locked(path, lambda holder: note(f"{model} is being fetched by process {holder}: waiting for it"))
+    return locked(path, lambda holder: note(f"{model} is in use by process {holder}: waiting for it"))
 
 
 def check_space(plan: DownloadPlan) -> None:
@@ -224,9 +224,9 @@ def fetch_files(hub: Hub, plan: DownloadPlan, *, force: bool, advance: Callable[
     record = {"format_version": 1, "files": dict(sorted(plan.tree.values.items()))}
     with ExitStack() as lock:
         with disk_errors(folder):
+            lock.enter_context(repo_lock(folder, plan.model, hub.note))  # first: a removal may delete the folders
             for subfolder in (folder / "blobs", folder / "trees", snapshot):
                 subfolder.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(repo_lock(folder, plan.model, hub.note))
             write_atomic(folder / "trees" / f"{plan.commit}.json", json.dumps(record, indent=1).encode())
         for file in plan.files:
             if _find_stored(plan.repo, plan.commit, file) is None:

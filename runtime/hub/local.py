@@ -236,7 +236,7 @@ def _delete_files(removal: Removal) -> None:
     links = [path for path in (removal.folder / "snapshots").rglob("*") if path.is_symlink()]
     used = {os.path.abspath(path.parent / path.readlink()) for path in links}
     for blob in blobs:
-        if blob.parent == removal.folder / "blobs" and str(blob) not in used:
+        if blob.parent == Path(os.path.abspath(removal.folder / "blobs")) and str(blob) not in used:
             blob.unlink(missing_ok=True)
 
 

@@ -67,7 +67,7 @@ def test_d6_a_second_process_waits_and_uses_what_the_first_brought(server: HubSe
     second = child(server, folders)
     first_output, second_output = first.communicate(timeout=240)[0], second.communicate(timeout=240)[0]
     assert first_output.endswith("done\n") and second_output.endswith("done\n")
-    assert f"{REPO} is being fetched by process {first.pid}: waiting for it" in second_output
+    assert f"{REPO} is in use by process {first.pid}: waiting for it" in second_output
     assert len(server.requests("storage:")) == 1
     assert sum(int(line) for line in second_output.splitlines() if line.startswith("+")) <= sum(
         map(len, FILES.values())
