@@ -83,7 +83,8 @@ class MeasuredHead:
     evaluation: Evaluation  # with the head that is stored
 
 
-def _text(folder: ModelFolder, report: Report, placement: Placement) -> TokenWindows:
+def report_text(folder: ModelFolder, report: Report, placement: Placement) -> TokenWindows:
+    """Return the held-out text that results are measured on."""
     config, gpu = folder.config, placement.device.type == "cuda"
     tokens = measured_tokens(report, config, gpu) if report == "quick" else None
     return cut(held_out_text(), folder.tokenizer(), min(REPORT_CONTEXT, config.max_context), tokens)
@@ -92,7 +93,7 @@ def _text(folder: ModelFolder, report: Report, placement: Placement) -> TokenWin
 def choose_head(original: Original, result: ModelFolder, report: Report, progress: ReportProgress) -> MeasuredHead:
     """Measure a result whose head is packed with that head and with the original's."""
     trim_heap()
-    text = _text(result, report, original.model.placement)
+    text = report_text(result, report, original.model.placement)
     measured = measure_heads(result, text, original.model, progress)
     divergences = measured["keep"].divergence, measured["int8"].divergence
     assert divergences[0] is not None and divergences[1] is not None
@@ -112,7 +113,7 @@ def measure_result(
     """Measure a result; `same_head`: a head that is not packed has the original's weights."""
     reference = original.model
     placement = reference.placement
-    text = _text(reference.folder, report, placement) if head is None else head.text
+    text = report_text(reference.folder, report, placement) if head is None else head.text
     trim_heap()
     model = StreamedModel(result, placement, reference.at_once)
     if same_head and "lm_head" not in result.packings:

@@ -94,7 +94,7 @@ def run_sweep(call: Call, request: QuantizationRequest, recipes: Sequence[Recipe
     for recipe in recipes:
         work = plan_quantization(request.source, recipe, settings, request.folder)
         target = _target(request, recipe)
-        copies.append(_Copy(work, target, not target.overwrite and _is_finished(target.path, work, shared)))
+        copies.append(_Copy(work, target, not target.overwrite and _is_finished(target.path, work, placement, shared)))
     _check_places(copies)
     if request.dry_run:
         rows = [_planned(copy, expected_seconds(copy.work, placement)) for copy in copies]
@@ -146,20 +146,30 @@ def _record(folder: Path) -> Fields | None:
         return None
 
 
-def _is_finished(folder: Path, work: "QuantizationPlan", shared: "SharedWork") -> bool:
+def _is_finished(folder: Path, work: "QuantizationPlan", placement: "Placement", shared: "SharedWork") -> bool:
+    from mycli.quant.quality_report import report_text
+
     # The folder appears by one rename when all is done, so its record is complete.
     record = _record(folder)
     if record is None:
         return False
     recipe = json.loads(json.dumps(work.recipe.record))
-    sizes = {path.name: path.stat().st_size for path in work.folder.source_files()}
-    files = record.object("source").object("files")
-    known = {name: files.object(name).integer("bytes", low=0, high=1 << 50) for name in files.values}
-    if record.object("recipe").values != recipe or known != sizes or not record.has("card"):
+    if record.object("recipe").values != recipe or not record.has("card"):
+        return False
+    if _measured_tokens(record) < report_text(work.folder, work.settings.report, placement).windows.numel():
         return False
     # The recipe says nothing of the user's text.
     text = record.object("calibration").values.get("sha256")
-    return not work.recipe.needs_data or text == shared.calibration(work).sha256
+    if work.recipe.needs_data and text != shared.calibration(work).sha256:
+        return False
+    # Last, because it reads the whole source: another training of the model has files of the same sizes.
+    with shared.digests(work.folder) as digests:
+        return record.object("source").object("files").values == digests.result()
+
+
+def _measured_tokens(record: Fields) -> int:
+    card = record.object("card")
+    return card.integer("windows") * card.integer("context")
 
 
 def _row(copy: _Copy) -> dict[str, Any]:

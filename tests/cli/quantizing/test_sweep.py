@@ -103,6 +103,23 @@ def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, mon
     assert len(measured) == 2
 
 
+def test_a_copy_of_other_weights_or_of_a_shorter_report_is_not_finished(mycli: Mycli, tmp_path: Path) -> None:
+    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    source = random_model(tmp_path / "source", **tiny)
+    options = ("--sweep", "bits=8 method=rtn", "--group", "32", "-o", str(tmp_path / "copies"), *CPU)
+    sweep = ("quantize", str(source), *options)
+    assert mycli(*sweep).returncode == 0
+    assert "finished earlier" in mycli(*sweep).stderr
+    longer = mycli(*sweep, "--report", "full")
+    assert longer.returncode == 2 and "exists already" in longer.stderr
+    weights = source / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1  # the lowest bit of a weight
+    weights.write_bytes(data)
+    other = mycli(*sweep)
+    assert other.returncode == 2 and "exists already" in other.stderr
+
+
 @pytest.mark.slow
 def test_another_text_or_source_is_another_copy(mycli: Mycli, tmp_path: Path) -> None:
     sweep = (*SMALL, "--sweep", "bits=4", "-o", str(tmp_path / "copies"))
