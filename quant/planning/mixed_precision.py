@@ -4,6 +4,7 @@
 # there is the share of each linear. One backward pass through a copy quantized to one low width gives all shares (as
 # `dynamic_quant` of mlx-lm does); at other widths they scale with the squared error of rounding.
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +19,7 @@ from mycli.quant.layer_streaming import SideInputs, StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
 from mycli.quant.solving.column_balance import balance
+from mycli.runtime.checkpoint import formats
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.block import Block
@@ -29,7 +31,6 @@ from mycli.runtime.quantization.scheme import BITS, Packing
 
 COPY_WINDOWS = 32  # for calibrating the copy
 WINDOWS = 16  # for the shares: sums of millions of products, which converge with few tokens
-_SHAPE_BYTES = 16  # of the tensor `weight_shape` of a linear
 
 WeightType = TypeVar("WeightType", int, str)  # a width, or the name of a type of GGUF
 
@@ -47,7 +48,7 @@ class Share:
 
 
 def low_width(bits_per_weight: float, group: int | None) -> int:
-    """Return the width of the copy: the widest below 8 that fits the target."""
+    """Return the widest width below 8 that fits the target, or the narrowest of all."""
     scale = 0.0 if group is None else 16 / group
     return max((bits for bits in BITS if bits < 8 and bits + scale <= bits_per_weight), default=min(BITS))
 
@@ -76,10 +77,11 @@ def add_shares(shares: Sequence[Share]) -> Share:
 def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
     """Return the width of each share for least loss within `bits_per_weight`; UsageError if `low` does not fit."""
     # Starts at `low`, because shares measured there say little about fewer bits.
-    budget = int(bits_per_weight * sum(share.weights for share in shares) / 8)
+    weights = sum(share.weights for share in shares)
+    budget = int(bits_per_weight * weights / 8)
     spent = sum(share.bytes[low] for share in shares)
-    if spent > budget:
-        least = 8 * spent / sum(share.weights for share in shares)
+    least = 8 * spent / weights
+    if least > bits_per_weight:
         raise UsageError(
             f"a target of {bits_per_weight:g} bits per weight is too low: {low} bits with scales take {least:.3f}",
             code="larger-target-or-group",
@@ -179,12 +181,14 @@ def _kl_gradient(model: StreamedModel, reference: Tensor, stream: Tensor) -> Ten
 
 def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, loss: float, low: Packing) -> Share:
     # `loss` was measured with the packing `low`.
-    errors, sizes = {}, {}
+    errors, sizes, dtype = {}, {}, torch_dtype(config.dtype)
     for bits in BITS:
         packing = Packing(bits, low.group_size)
-        grid = Grid(packing, torch_dtype(config.dtype))
+        grid = Grid(packing, dtype)
         errors[bits] = relative_error(weight, round_to_nearest(weight, grid)[0], grid)
-        sizes[bits] = sum(packing.bytes(spec.out_features, spec.in_features) + _SHAPE_BYTES for spec in specs)
+        layout = formats.writable({spec.name: packing for spec in specs})
+        tensors = [tensor for spec in specs for tensor in layout.planned_tensors(spec, packing, dtype)]
+        sizes[bits] = sum(kind.itemsize * math.prod(shape) for _, kind, shape in tensors)
     least = errors[low.bits] or 1.0
     return Share(weight.numel(), sizes, {bits: loss * errors[bits] / least for bits in BITS})
 

@@ -16,7 +16,7 @@ from mycli.quant.layer_streaming import tokens_at_once
 from mycli.quant.output.model_card import Size
 from mycli.quant.output.work_folder import unwritten_bytes
 from mycli.quant.planning.memory import Need, QuantizationWork, fitting_need, require_memory
-from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS
 from mycli.quant.planning.settings import PlanSettings, Report
 from mycli.quant.planning.target import OutputTarget, check_target
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
@@ -30,7 +30,7 @@ from mycli.runtime.kernels.cpu.rounded import rounds
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.models.part_spec import Shape
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import BITS, Packing
 from mycli.runtime.utils.files import require_space
 
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
@@ -154,13 +154,15 @@ def plan_quantization(
 
 
 def plan_low_copy(work: QuantizationPlan) -> QuantizationPlan:
-    """Return the plan of the copy of one low width on which widths for `target_bpw` are measured."""
+    """Return the plan of the copy of one low width on which widths for `target_bpw` are measured.
+
+    The width is the widest below 8 whose tensors fit the target, or the narrowest of all.
+    """
     assert work.recipe.target_bpw is not None
     # Without a transform: rescaled weights cannot be compared with the original's.
     low = replace(
         work.recipe,
         method=solvers.DEFAULT if work.recipe.needs_data else work.recipe.method,
-        bits=low_width(work.recipe.target_bpw, work.recipe.group),
         target_bpw=None,
         widths=None,
         samples=min(work.recipe.samples, COPY_WINDOWS),
@@ -170,7 +172,11 @@ def plan_low_copy(work: QuantizationPlan) -> QuantizationPlan:
         hessian="layer",
     )
     settings = replace(work.settings, report="none", max_ram=None, max_vram=None)
-    return plan_quantization(work.source, low, settings, work.folder)
+    for bits in sorted((bits for bits in BITS if bits < 8), reverse=True):
+        plan = plan_quantization(work.source, replace(low, bits=bits), settings, work.folder)
+        if plan.size.quantized_bits_per_weight <= work.recipe.target_bpw:
+            break
+    return plan
 
 
 def measured_tokens(report: Report, config: ModelConfig, gpu: bool) -> int:

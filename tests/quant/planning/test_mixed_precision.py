@@ -17,7 +17,7 @@ from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import choose_widths, copy_shares
 from mycli.quant.planning import mixed_precision as allocate
 from mycli.quant.planning.mixed_precision import Share
-from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.planning.plan import plan_low_copy, plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -169,6 +169,26 @@ def test_what_is_too_little_is_refused() -> None:
     assert [allocate.low_width(bits, 128) for bits in (3.125, 3.124, 2.0, 1.0)] == [3, 2, 2, 2]
     with pytest.raises(UsageError, match=r"2\.01 bits per weight is too low: 3 bits with scales take 3\.000"):
         allocate.allocate([share(1.0)], 2.01, 3)
+
+
+@pytest.mark.parametrize(
+    ("group", "target", "bits"),
+    [(128, 4.125, 3), (128, 4.13, 4), (64, 4.25, 3), (32, 4.5, 3), (128, 3.125, 2), (None, 4.0, 3), (64, 1.0, 2)],
+)
+def test_the_copy_has_the_widest_width_that_fits_with_all_its_tensors(
+    group: int | None, target: float, bits: int
+) -> None:
+    source = Source("draft", DRAFT)
+    work = plan_quantization(source, Recipe("rtn", group=group, target_bpw=target), UNMEASURED)
+    assert plan_low_copy(work).recipe.bits == bits
+
+
+def test_scales_in_fp32_count_as_they_are_written(tmp_path: Path) -> None:
+    source = Source("tiny", random_model(tmp_path / "source", dtype="float32"))
+    recipe = Recipe("rtn", group=32, target_bpw=4.25, samples=2, seq=32)
+    chosen = choose_widths(plan_quantization(source, recipe, UNMEASURED), CPU, tmp_path / "out")
+    size = make(source, tmp_path / "out", chosen).size
+    assert 4 < size.quantized_bits_per_weight <= 4.25
 
 
 def test_the_command_keeps_to_the_target_and_fuses_what_readers_fuse(
