@@ -64,21 +64,20 @@ def _note_unquantized_head(call: Call, work: "QuantizationPlan") -> None:
     config = work.config
     if config.head().name not in work.packings and not config.tie_embeddings:
         head = human_bytes(head_bytes(MemoryPlan(config)))
-        call.out.note(
-            f"the output head stays unquantized: {head} of {human_bytes(work.size.bytes)}; --head int8 halves it"
-        )
+        smaller = "" if work.recipe.solver_spec.stands_alone else "; --head int8 halves it"
+        call.out.note(f"the output head stays unquantized: {head} of {human_bytes(work.size.bytes)}{smaller}")
 
 
 def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", target: Path) -> Recipe:
     from mycli.quant import pipeline
-    from mycli.quant.planning.mixed_precision import low_width
     from mycli.quant.planning.pace import choosing_seconds
+    from mycli.quant.planning.plan import plan_low_copy
 
     mean = work.recipe.target_bpw
     assert mean is not None
     call.out.note(
         f"choosing the bits of each layer for a mean of {mean:g}: makes a temporary copy of"
-        f" {low_width(mean, work.recipe.group)} bits and measures what each layer loses,"
+        f" {plan_low_copy(work).recipe.bits} bits and measures what each layer loses,"
         f" about {duration(choosing_seconds(work, placement))}"
     )
     with quantization_progress(call) as progress:

@@ -293,7 +293,9 @@ def test_the_choice_of_the_head_is_printed(
     )
     kept = str(tmp_path / "kept")
     _, _, err = call(capsys, "quantize", source, "--method", "rtn", "--group", "32", "--report", "none", "-o", kept)
-    assert "the output head stays unquantized" in err
+    assert "the output head stays unquantized" in err and "--head int8 halves it" in err
+    _, _, err = call(capsys, "quantize", source, "--method", "nf4", "--group", "64", "--report", "none", "--dry-run")
+    assert "the output head stays unquantized" in err and "--head" not in err
     assert parsed(call(capsys, "estimate", kept, "--json")[1])["head"] == "bfloat16"
 
 
