@@ -23,7 +23,7 @@ from mycli.quant.output.model_card import Layer, Size, Tuning
 from mycli.quant.output.output_work import OutputWork
 from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
 from mycli.quant.output.work_folder import Solved, WorkFolder, check_work_folder
-from mycli.quant.planning.grouping import sum_of_needs
+from mycli.quant.planning.grouping import disk_of_groups, sum_of_needs
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.mixed_precision import WINDOWS, Share, add_shares, allocate, measure_shares, width_units
 from mycli.quant.planning.plan import Plan, QuantizationPlan, check_resources, plan_low_copy, require_disk
@@ -131,7 +131,7 @@ def quantize_copies(
     began = time.monotonic()
     for work, target in copies:
         check_resources(work, target)
-    require_disk(need for work, target in copies for need in work.disk_needs(target.path, target.work_folder))
+    require_disk(disk_of_groups([copies]))
     with memory_errors(sum_of_needs(work for work, _ in copies)), ExitStack() as stack:
         opened = [_Copy(stack, work, target, placement, shared) for work, target in copies]
         solved = _solved(opened, callbacks)

@@ -1,7 +1,7 @@
 """`mycli pull MODEL --bits 4`: quantizes a model while it is downloaded."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +64,10 @@ def _quantize(
     placement = EngineConfig(device=request.device, dtype="float32").place(folder.config)
     settings = complete_settings(call, request.settings, flags.calib, placement, fetch=True)
     work = plan_quantization(remote.source, recipe, settings, folder)
+    if work.chooses_head:
+        # The choice may write the result anew: twice the disk, and a kill after it would lose all finished parts.
+        call.out.note("the output head stays unquantized; --head int8 halves it")
+        work = plan_quantization(remote.source, replace(recipe, head="keep"), settings, folder)
     remote.spool.limit = int(work.size.bytes * _SPOOL_SHARE)
     shared = SharedWork(digests=remote.digests())
     quantize = partial(pipeline.quantize, work, target, placement, shared=shared, in_place=True)

@@ -1,9 +1,11 @@
-"""Which copies of a model are solved together, in one pass over its blocks."""
+"""Which copies of a model are solved together, in one pass over its blocks, and the disk that they need."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import QuantizationPlan
+from mycli.quant.planning.target import OutputTarget
 from mycli.runtime.device.system import memory
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
@@ -45,3 +47,15 @@ def sum_of_needs(works: Iterable[QuantizationPlan]) -> Need:
     """Return the most memory that copies need which are solved together."""
     needs = [work.need for work in works]
     return Need(sum(need.host for need in needs), sum(need.device for need in needs), needs[0].at_once)
+
+
+def disk_of_groups(groups: Iterable[Sequence[tuple[QuantizationPlan, OutputTarget]]]) -> list[tuple[Path, int]]:
+    """Return the folders that copies write to, which are made group by group, with their bytes."""
+    # All results stay; the blocks of a group are removed before the next one begins, and copies end one by one.
+    results, replaced, blocks = [], [(Path(), 0)], [[(Path(), 0)]]
+    for group in groups:
+        results += [work.result_need(target.path) for work, target in group]
+        replaced += [work.replaced_need(target.path) for work, target in group]
+        blocks.append([work.blocks_need(target.work_folder) for work, target in group])
+    largest = max(blocks, key=lambda needs: sum(nbytes for _, nbytes in needs))
+    return [*results, *largest, max(replaced, key=lambda need: need[1])]

@@ -87,17 +87,26 @@ class QuantizationPlan(Plan):
 
     def disk_needs(self, target: Path, work_folder: Path | None) -> list[tuple[Path, int]]:
         """Return the folders that quantizing writes to, with their bytes; work_folder: None if there is none."""
+        needs = [self.result_need(target), self.replaced_need(target)]
+        return needs if work_folder is None else [*needs, self.blocks_need(work_folder)]
+
+    def result_need(self, target: Path) -> tuple[Path, int]:
         companions = sum(map(len, self.folder.companions().values()))
-        needs = [(target.resolve().parent, self.size.bytes + companions + _SPARE_BYTES)]
-        if work_folder is not None and self.recipe.needs_data:
-            linears = [linear for linear in self.config.linears() if linear.name in self.packings]
-            codes = sum(linear.out_features * linear.in_features for linear in linears)  # a byte each
-            scales = sum(
-                linear.out_features * self.packings[linear.name].groups(linear.in_features) for linear in linears
-            )
-            blocks = codes + scales * torch_dtype(self.config.dtype).itemsize
-            needs.append((work_folder, unwritten_bytes(work_folder, blocks)))
-        return needs
+        largest = self.with_dense_head() if self.chooses_head else self
+        return target.resolve().parent, largest.size.bytes + companions + _SPARE_BYTES
+
+    def replaced_need(self, target: Path) -> tuple[Path, int]:
+        """The result with a packed head, of which the one with a dense head is written if that is chosen."""
+        return target.resolve().parent, self.size.bytes if self.chooses_head else 0
+
+    def blocks_need(self, work_folder: Path) -> tuple[Path, int]:
+        if not self.recipe.needs_data:
+            return work_folder, 0
+        linears = [linear for linear in self.config.linears() if linear.name in self.packings]
+        codes = sum(linear.out_features * linear.in_features for linear in linears)  # a byte each
+        scales = sum(linear.out_features * self.packings[linear.name].groups(linear.in_features) for linear in linears)
+        blocks = codes + scales * torch_dtype(self.config.dtype).itemsize
+        return work_folder, unwritten_bytes(work_folder, blocks)
 
     @property
     def size(self) -> Size:

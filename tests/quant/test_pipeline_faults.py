@@ -112,9 +112,10 @@ def test_finished_blocks_take_as_much_disk_as_the_plan_says(
 ) -> None:
     """Codes take a byte each in the work folder, which exists until the result is complete."""
     work, target = plan_quantization(source, DATA, UNMEASURED), tmp_path / "out"
-    (_, result), (folder, blocks) = needs = work.disk_needs(target, OutputTarget(target).work_folder)
+    (_, result), (_, replaced), (folder, blocks) = needs = work.disk_needs(target, OutputTarget(target).work_folder)
     stored: list[int] = []
     clear = WorkFolder.clear
+    assert not replaced, "without a report no head is chosen"
 
     def measure(self: WorkFolder) -> None:
         stored.append(sum(path.stat().st_size for path in self.folder.glob("block-*")))

@@ -18,6 +18,7 @@ import pytest
 from tests.support.command_line import run_here
 from tests.support.forked import ForkedProcess
 from tests.support.hub_server import Fault, HubServer, hub_server
+from tests.support.models import random_model
 from tests.support.paths import PICO, ROOT
 
 REPO = "org/pico"
@@ -140,6 +141,20 @@ def test_without_a_folder_the_copy_has_the_name_of_the_model(server: HubServer, 
     done = run_here(("pull", f"{REPO}@main", *RTN), environment_of(server, tmp_path))
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "models").iterdir()] == [f"{REPO.rpartition('/')[2]}-rtn-int4-g64"]
+
+
+def test_no_head_is_chosen_that_would_need_the_disk_of_two_results(server: HubServer, tmp_path: Path) -> None:
+    """It is that of `--head keep`, whatever the choice of `quantize` would be."""
+    source = random_model(tmp_path / "source")
+    server.add("org/untied", files(source))
+    environment, options = environment_of(server, tmp_path), ("--bits", "4", "--method", "rtn", "--group", "32")
+    pulled, kept = tmp_path / "pulled", tmp_path / "kept"
+    done = run_here(("pull", "org/untied", *options, "-o", str(pulled)), environment)
+    assert done.returncode == 0 and "the output head stays unquantized" in done.stderr, done.stderr
+    done = run_here(("quantize", str(source), *options, "--head", "keep", "-o", str(kept)), environment)
+    assert done.returncode == 0, done.stderr
+    for name in ("model.safetensors", "config.json"):
+        assert (pulled / name).read_bytes() == (kept / name).read_bytes()
 
 
 def weight_bytes(server: HubServer, start: int = 0) -> int:
