@@ -116,12 +116,15 @@ def _target(request: QuantizationRequest, recipe: Recipe) -> OutputTarget:
 
 def _check_places(copies: Sequence[_Copy]) -> None:
     # Every check before the first copy: hours of work must not end in a refusal.
+    from mycli.quant.planning.grouping import disk_of_groups, solved_together
     from mycli.quant.planning.plan import check_resources, require_disk
 
     unfinished = [copy for copy in copies if not copy.finished]
     for copy in unfinished:
         check_resources(copy.work, copy.target)
-    require_disk(need for copy in unfinished for need in copy.work.disk_needs(copy.folder, None))
+    groups = solved_together([copy.work for copy in unfinished])
+    tasks = [(copy.work, copy.target) for copy in unfinished]
+    require_disk(disk_of_groups([tasks[index] for index in group] for group in groups))
 
 
 def _make(call: Call, copies: Sequence[_Copy], placement: "Placement", shared: "SharedWork") -> None:
