@@ -84,7 +84,6 @@ class MeasuredHead:
 
 
 def report_text(folder: ModelFolder, report: Report, placement: Placement) -> TokenWindows:
-    """Return the held-out text that results are measured on."""
     config, gpu = folder.config, placement.device.type == "cuda"
     tokens = measured_tokens(report, config, gpu) if report == "quick" else None
     return cut(held_out_text(), folder.tokenizer(), min(REPORT_CONTEXT, config.max_context), tokens)

@@ -58,7 +58,6 @@ class SharedWork:
 
     @contextmanager
     def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
-        """Hash the files of `folder`, the source, on a thread; callers within the first one's context wait for it."""
         if self._digests is not None:
             yield self._digests
             return

@@ -106,7 +106,6 @@ class WorkFolder:
         self._write(self._path(block), save(tensors, {"layers": records}))
 
     def clear(self) -> None:
-        """Remove what runs wrote, and the folder if it is empty then."""
         # The user may have chosen a folder with other files. The model is complete: what cannot be removed stays.
         with suppress(OSError):
             for path in (*self._leftovers(), *self._unfinished(), self.folder / _LOCK):

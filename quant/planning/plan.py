@@ -96,7 +96,7 @@ class QuantizationPlan(Plan):
         return target.resolve().parent, largest.size.bytes + companions + _SPARE_BYTES
 
     def replaced_need(self, target: Path) -> tuple[Path, int]:
-        """The result with a packed head, of which the one with a dense head is written if that is chosen."""
+        # The result with a packed head, from which one with a dense head is written if that is chosen.
         return target.resolve().parent, self.size.bytes if self.chooses_head else 0
 
     def blocks_need(self, work_folder: Path) -> tuple[Path, int]:
@@ -163,10 +163,7 @@ def plan_quantization(
 
 
 def plan_low_copy(work: QuantizationPlan) -> QuantizationPlan:
-    """Return the plan of the copy of one low width on which widths for `target_bpw` are measured.
-
-    The width is the widest below 8 whose tensors fit the target, or the narrowest of all.
-    """
+    """Return the plan of the copy for measuring widths: of the widest below 8 that fits `target_bpw`, or the least."""
     assert work.recipe.target_bpw is not None
     # Without a transform: rescaled weights cannot be compared with the original's.
     low = replace(
