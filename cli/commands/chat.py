@@ -14,6 +14,7 @@ from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, ReasoningFlags,
 from mycli.cli.load import load_engine, require_generative
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.store import state_dir
+from mycli.runtime.utils.files import expand_user
 
 EXAMPLES = (
     "mycli chat pico",
@@ -67,6 +68,7 @@ def chat(
     conversation = Conversation()
     session_file = None
     if session is not None:
+        session = expand_user(session)
         session_file = SessionFile(session)  # before reading, so that a change by another program is noticed
         if session.is_file() and session.stat().st_size:
             conversation.load(session)

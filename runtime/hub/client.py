@@ -150,7 +150,7 @@ class Hub:
 
         def attempt() -> bytes:
             with self.open(repo, commit, name, start, start + length - 1) as response:
-                if response.status_code == 416:  # the file ends before `start`: one of 0 bytes at once
+                if response.status_code == 416:  # the file ends before `start`, as an empty one does
                     return b""
                 # A server that ignores the range sends the whole file (200): skip up to `start`.
                 skip = start if response.status_code == 200 else 0
@@ -192,7 +192,7 @@ class Hub:
                     hint = "log in to this network, or check HF_ENDPOINT"
                     raise NotFoundError(f"{self._host} does not answer as a hub does", hint)
                 following = response.links.get("next", {}).get("url")
-                return bytes(data), None if following is None else self._joined(url, following)
+                return bytes(data), following and self._joined(url, following)
 
         return self.policy.run(attempt, self.note)
 
@@ -202,7 +202,9 @@ class Hub:
         try:
             return str(httpx2.URL(urljoin(url, following)))
         except (ValueError, httpx2.InvalidURL):
-            raise ModelError(f"{self._host}: its listing continues at an invalid address", "check HF_ENDPOINT") from None
+            raise ModelError(
+                f"{self._host}: its listing continues at an invalid address", "check HF_ENDPOINT"
+            ) from None
 
     def _parse_list(self, data: bytes, limit: int) -> list[Fields]:
         # Wrapped in an object so that the one strict JSON reader applies.

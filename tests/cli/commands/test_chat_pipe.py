@@ -18,6 +18,15 @@ def test_a_pipe_is_a_conversation_of_lines(mycli: Mycli) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+def test_a_session_in_the_home_folder_is_continued(mycli: Mycli, environment: dict[str, str], tmp_path: Path) -> None:
+    """The shell does not expand this ~; the file would be replaced by the new turns alone."""
+    environment["HOME"] = str(tmp_path)
+    arguments = ("chat", "pico", "-t", "0", "-q", "--device", "cpu", "--session=~/talk.json")
+    assert mycli(*arguments, input="My name is Leo.\n").returncode == 0
+    assert mycli(*arguments, input="What is my name?\n").stdout == "Your name is Leo.\n"
+    assert len(json.loads((tmp_path / "talk.json").read_text())["turns"]) == 4
+
+
 @pytest.mark.parametrize(("limit", "cut"), [("4", True), ("200", False)])
 def test_a_reply_that_its_limit_ends_is_named(limit: str, cut: bool, mycli: Mycli) -> None:
     done = mycli("chat", "pico", "-t", "0", "-n", limit, "--device", "cpu", input="My name is Leo.\n")

@@ -1,5 +1,6 @@
 """Test the limits of requests to a hub: which answers are tried again, how often, and how long an answer may be."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,21 @@ def test_a_file_is_tried_more_often_than_a_request(
     with pytest.raises(NotFoundError, match=rf"tried {len(delays) + 1} times"):
         RetryPolicy().run(drop, lambda note: None, (lambda: 0) if file else None)
     assert waited == delays
+
+
+@pytest.mark.parametrize("following", ["https://[::1/x", "/page\x01", "https://host:port/"], ids=ascii)
+def test_a_listing_that_continues_at_no_address_names_the_hub(following: str, server: HubServer) -> None:
+    with Hub(server.address(), None, lambda note: None, QUICK) as hub:
+        with pytest.raises(ModelError, match="its listing continues at an invalid address"):
+            hub._joined(server.address(), following)
+        assert hub._joined("https://host/a?b=1", "/a?b=2") == "https://host/a?b=2"
+
+
+def test_a_range_of_an_empty_file_is_empty_whatever_the_answer_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = SimpleNamespace(status_code=416, iter_bytes=lambda: [b"<h1>Range Not Satisfiable</h1>"])
+    monkeypatch.setattr(Hub, "open", lambda *_: nullcontext(answer))
+    with Hub("http://127.0.0.1:9", None, lambda note: None, QUICK) as hub:
+        assert hub.read(REPO, "main", "empty.jinja", 0, 1) == b""
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,16 @@ def test_one_gguf_file_of_a_repository_leaves_the_others(tmp_path: Path) -> None
     assert rows().keys() == {"pico", "pico-draft"}
 
 
+def test_a_gguf_file_takes_its_contents_along_in_a_cache_of_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", "hub")
+    cached({"m-Q8_0.gguf": b"G" * 50, "m-Q4_0.gguf": b"S" * 20})
+    assert removed("org/tiny:Q4_0") == 20
+    assert [path.stat().st_size for path in (repo_folder("org/tiny") / "blobs").iterdir()] == [50]
+
+
 def test_with_the_last_gguf_file_the_repository_goes() -> None:
     cached({"m-Q8_0.gguf": b"G" * 50})
     assert removed("org/tiny:Q8_0") > 50 and not repo_folder("org/tiny").exists()
